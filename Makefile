@@ -1,0 +1,51 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+PARITY := .venv-parity/bin
+OUT ?= out
+
+.PHONY: demo test check parity bench lock clean
+
+# Generates the sample prompts with the built-in checkpoint into out/demo.
+demo: .venv/installed
+	$(BIN)/lightmill generate --input model_handlers/embedded/prompts.txt --output $(OUT)/demo
+
+test: .venv/installed-test
+	$(BIN)/python -m pytest -q
+
+check: .venv/installed-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# Compares every network and whole pictures with diffusers on PyTorch (CPU), in an environment of its own.
+parity: .venv/installed-test .venv-parity/installed
+	$(PARITY)/python -m tests.parity.reference $(OUT)/parity
+	LIGHTMILL_REFERENCE=$(OUT)/parity $(BIN)/python -m pytest -q tests/parity
+
+# Prints the tables of benchmarks/README.md; about half an hour on two cores.
+bench: .venv/installed-test .venv-parity/installed
+	$(BIN)/python -m benchmarks.bench
+
+# Rewrites the pinned versions that CI and the worker image install.
+lock: .venv/installed-test
+	$(BIN)/pip install --quiet pip-tools
+	$(BIN)/pip-compile --quiet --strip-extras --no-annotate --no-header --no-emit-index-url --extra test --extra check --extra train \
+		--output-file requirements.lock pyproject.toml
+
+.venv/installed: pyproject.toml requirements.lock
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable .
+	touch $@
+
+.venv/installed-test: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable .[test,check,train]
+	touch $@
+
+.venv-parity/installed: tests/parity/requirements.txt
+	$(PYTHON) -m venv .venv-parity
+	$(PARITY)/pip install --quiet --disable-pip-version-check --requirement tests/parity/requirements.txt
+	touch $@
+
+clean:
+	rm -rf .venv .venv-parity $(OUT) build *.egg-info

@@ -1,0 +1,274 @@
+"""Reading and writing checkpoints in diffusers' layout: a folder for each network, safetensors and JSON, no pickles.
+
+A checkpoint comes from strangers: nothing in it is executed, names in it never leave its folder, and every
+tensor is accounted for. Weights are streamed, one tensor at a time, from the memory-mapped file to the device.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes  # noqa: F401  # teaches NumPy, and so safetensors, the name bfloat16
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from model_handlers.attention import Stack
+
+WEIGHTS = ("diffusion_pytorch_model", "model")  # diffusers' and transformers' names for a network's weights
+TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used; the message says which file, what is wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a run needs to know of a checkpoint before any weight is read.
+
+    Attributes:
+      family: the pipeline class that model_index.json names.
+      scheduler: the sampler to use, the checkpoint's own or the one asked for.
+      size_multiple: width and height must be multiples of it, in pixels.
+      side: width and height of the pictures that it was trained on, in pixels.
+    """
+
+    family: str
+    scheduler: str
+    size_multiple: int
+    side: int
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parses a JSON object of the checkpoint; raises CheckpointError if it is missing or is no object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; a checkpoint is a folder in diffusers' layout") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return value
+
+
+def components(root: Path) -> list[str]:
+    """The folders that model_index.json names and that hold something: networks, tokenizers, scheduler."""
+    index = read_json(root / "model_index.json")
+    named = [name for name, value in index.items() if isinstance(value, list) and any(value)]
+    if outside := [name for name in named if not re.fullmatch(r"\w+", name)]:
+        raise CheckpointError(f"{root / 'model_index.json'}: {outside[0]!r} is not a folder name")
+    return sorted(named)
+
+
+def identity(root: Path, variant: str | None = None) -> str:
+    """sha256 over the names and contents of all files that decide pixels; the same wherever the checkpoint lies."""
+    total = hashlib.sha256()
+    for path in [root / "model_index.json", *_deciding_files(root, variant)]:
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        total.update(f"{content}  {path.relative_to(root).as_posix()}\n".encode())
+    return total.hexdigest()
+
+
+def fill(
+    net: nnx.Module, folder: Path, *, sharding: jax.sharding.Sharding | None = None, variant: str | None = None
+) -> None:
+    """Reads the weights of an abstract network, without ever holding them twice.
+
+    Args:
+      net: made under `nnx.eval_shape`, so no random weights ever existed; its parameters' dtypes are kept.
+      folder: the network's folder in the checkpoint.
+      sharding: where each weight goes; None is the default device.
+      variant: such as "fp16", for the files of that infix; None prefers the files without one.
+
+    Raises:
+      CheckpointError: naming together all missing, unused and misshapen tensors, or what is wrong with a file.
+    """
+    slots, tensors, stored = _match(net, folder, variant)
+    for slot in slots:
+        # One copy of one parameter is all that the host ever holds beside the mapped file.
+        parts = [slot.to_flax(tensors[stored[name]]) for name in slot.names]
+        value = np.stack(parts) if slot.stacked else parts[0]
+        slot.parameter.set_value(jax.device_put(value.astype(slot.parameter.dtype, copy=False), sharding))
+
+
+def check(net: nnx.Module, folder: Path, variant: str | None = None) -> None:
+    """Makes sure that `fill` will find every tensor with its shape; reads no weights; errors as `fill`."""
+    _match(net, folder, variant)
+
+
+def tensor_shapes(net: nnx.Module) -> dict[str, tuple[int, ...]]:
+    """Names and shapes, in torch's layout, of the tensors that `fill` looks for; the network may be abstract."""
+    return {name: slot.torch_shape for slot in _slots(net) for name in slot.names}
+
+
+def save(net: nnx.Module, folder: Path, dtype: np.typing.DTypeLike) -> None:
+    """Writes a network's weights under the names and layouts of the reference, the inverse of `fill`."""
+    tensors = {}
+    for slot in _slots(net):
+        value = np.asarray(slot.parameter.get_value())
+        for name, part in zip(slot.names, value if slot.stacked else [value], strict=True):
+            tensors[name] = np.ascontiguousarray(slot.to_torch(part)).astype(dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = WEIGHTS[1] if folder.name.startswith("text_encoder") else WEIGHTS[0]
+    save_file(tensors, folder / f"{stem}.safetensors", metadata={"format": "pt"})
+
+
+def weight_files(folder: Path, variant: str | None = None) -> list[Path]:
+    """The safetensors files of a network: one, or the shards that an index lists.
+
+    Raises:
+      CheckpointError: there are none; if there are pickles instead, says how to convert them.
+    """
+    infixes = [variant] if variant else [None, "fp16"]
+    for infix in infixes:
+        for stem in WEIGHTS:
+            single = folder / (f"{stem}.{infix}.safetensors" if infix else f"{stem}.safetensors")
+            if single.is_file():
+                return [single]
+            for index in (f"{single.name}.index.json", f"{stem}.safetensors.index.{infix}.json"):
+                if (folder / index).is_file():
+                    return _shards(folder / index)
+    if pickles := sorted(p.name for pattern in ("*.bin", "*.ckpt", "*.pt", "*.pth") for p in folder.glob(pattern)):
+        raise CheckpointError(
+            f"{folder / pickles[0]}: a pickle can run code, so it is not read; convert it in a place you trust: "
+            "diffusers' pipeline.save_pretrained(DIR, safe_serialization=True)"
+        )
+    wanted = f"{'|'.join(WEIGHTS)}{f'.{variant}' if variant else ''}.safetensors"
+    raise CheckpointError(f"{folder}: no weights ({wanted}, or an index of shards)")
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One parameter of a network and the checkpoint tensors that fill it: one, or one for each block of a stack."""
+
+    names: tuple[str, ...]
+    stacked: bool
+    axes: tuple[int, ...]  # a torch tensor transposed by these axes has flax's layout
+    parameter: nnx.Param
+
+    @property
+    def torch_shape(self) -> tuple[int, ...]:
+        shape = self.parameter.shape[1:] if self.stacked else self.parameter.shape
+        return tuple(shape[axis] for axis in np.argsort(self.axes))
+
+    def to_flax(self, value: np.ndarray) -> np.ndarray:
+        return value.transpose(self.axes)
+
+    def to_torch(self, value: np.ndarray) -> np.ndarray:
+        return value.transpose(np.argsort(self.axes))
+
+
+def _slots(net: nnx.Module) -> Iterator[_Slot]:
+    """Walks a network's parameters; attribute names are the checkpoint's, so the path is the name."""
+    for path, _ in nnx.to_flat_state(nnx.state(net, nnx.Param)):
+        names: list[str] = [""]
+        node: Any = net
+        stacked = False
+        for part in path[:-1]:
+            if isinstance(node, Stack):
+                names, node, stacked = [f"{name}{i}." for name in names for i in range(node.length)], node.block, True
+            else:
+                names = [f"{name}{part}." for name in names]
+                node = getattr(node, part) if isinstance(part, str) else node[part]
+        parameter = getattr(node, str(path[-1]))
+        rank = len(parameter.shape) - stacked
+        axes = tuple(range(rank))
+        if path[-1] == "kernel":  # linear: (out, in) in torch; convolution: OIHW in torch, HWIO in flax
+            axes = (1, 0) if rank == 2 else (2, 3, 1, 0)
+        leaf = "bias" if path[-1] == "bias" else "weight"  # flax says kernel, scale or embedding for weight
+        yield _Slot(tuple(name + leaf for name in names), stacked, axes, parameter)
+
+
+class _Tensors(Mapping[str, np.ndarray]):
+    """The tensors of one or several safetensors files, read from the mapped file when asked for."""
+
+    def __init__(self, paths: list[Path]):
+        self._files = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for path in paths:
+            try:
+                file = safe_open(path, framework="np")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
+            for name in file.keys():  # noqa: SIM118  # it is no dict
+                self._files[name] = file
+                self.shapes[name] = tuple(file.get_slice(name).get_shape())
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._files[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def _match(net: nnx.Module, folder: Path, variant: str | None) -> tuple[list[_Slot], _Tensors, dict[str, str]]:
+    """The network's slots, the stored tensors, and the stored name for each name that the network uses."""
+    slots = list(_slots(net))
+    tensors = _Tensors(weight_files(folder, variant))
+    renames = getattr(type(net), "RENAMES", ())
+    stored = {new: old for old in tensors.shapes if (new := _renamed(old, renames))}
+    _check_names(folder, slots, stored, tensors.shapes)
+    return slots, tensors, stored
+
+
+def _check_names(folder: Path, slots: list[_Slot], stored: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> None:
+    wanted = {name: slot for slot in slots for name in slot.names}
+    missing = sorted(wanted.keys() - stored.keys())
+    unused = sorted(stored[name] for name in stored.keys() - wanted.keys())
+    misshapen = sorted(
+        f"{name} {shapes[stored[name]]}, not {slot.torch_shape}"
+        for name, slot in wanted.items()
+        if name in stored and shapes[stored[name]] != slot.torch_shape
+    )
+    problems = {"missing": missing, "unused": unused, "of another shape than config.json says": misshapen}
+    if found := [f"{len(names)} {what}: {', '.join(names)}" for what, names in problems.items() if names]:
+        raise CheckpointError(f"{folder}: the tensors do not fit the network; {'; '.join(found)}")
+
+
+def _renamed(name: str, renames: tuple[tuple[str, str | None], ...]) -> str | None:
+    """The name that the network uses today for a tensor of an older file; None if the tensor is not needed."""
+    for pattern, replacement in renames:
+        if re.match(pattern, name):
+            if replacement is None:
+                return None
+            name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _shards(index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: no weight_map")
+    paths = []
+    for name in sorted(set(map(str, weight_map.values()))):
+        path = index.parent / name
+        if Path(name).name != name or path.suffix != ".safetensors":
+            raise CheckpointError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing, but {index.name} lists it")
+        paths.append(path)
+    return paths
+
+
+def _deciding_files(root: Path, variant: str | None) -> Iterator[Path]:
+    for component in components(root):
+        folder = root / component
+        if component.startswith("tokenizer"):
+            yield from (folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
+        elif component.startswith("scheduler"):
+            yield folder / "scheduler_config.json"
+        else:
+            yield folder / "config.json"
+            yield from weight_files(folder, variant)

@@ -1,0 +1,222 @@
+"""Beam's side of the model: RunInference elements are whole shards, and one process holds one model.
+
+A shard goes through the device as batches of one fixed shape. The device call is serialised, and the next batch is
+started before the last one is fetched, so that the device does not wait for the host.
+"""
+
+import collections
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from apache_beam.metrics import Metrics
+from apache_beam.ml.inference.base import ModelHandler, PredictionResult
+
+from model_handlers import checkpoint, fetch, mesh
+from model_handlers.families import family_of
+from model_handlers.program import CompileError, Programs
+from model_handlers.recipe import ImageRequest, ImageResult, Shard
+
+log = logging.getLogger("lightmill")
+
+NAMESPACE = "lightmill"
+# Statuses of the runtime that pass by themselves: a device or a host of a slice that is being moved.
+TRANSIENT = ("UNAVAILABLE", "ABORTED", "CANCELLED")
+RETRY_DELAYS = (1.0, 4.0, 16.0)  # seconds
+# What became of a batch: its results, or the error of the call.
+Outcome = list[ImageResult] | Exception
+NOT_FINITE = "the model gave numbers that are not finite (NaN or infinity) for this record"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """Which model a worker loads, and how; small and picklable, so it travels to the workers.
+
+    Attributes:
+      checkpoint: folder, gs:// folder or hub id.
+      identity: what `checkpoint.identity` must find there: another would be another recipe.
+      scheduler, dtype, per_device_batch_size: as in the recipe.
+      variant: infix of the weight files, such as "fp16".
+      device: "tpu", "gpu" or "cpu", which must then be there; None takes the best that JAX finds.
+      jax_cache_dir: folder or gs:// folder of JAX's persistent compilation cache.
+    """
+
+    checkpoint: str
+    identity: str
+    scheduler: str
+    dtype: str
+    per_device_batch_size: int
+    variant: str | None = None
+    device: str | None = None
+    jax_cache_dir: str | None = None
+
+
+class LoadedModel:
+    """What `load_model` returns: the programs, and the lock that makes calls to the device one at a time."""
+
+    def __init__(self, programs: Programs):
+        self.programs = programs
+        self.lock = threading.Lock()
+
+
+class DiffusionModelHandler(ModelHandler[Shard, PredictionResult, LoadedModel]):
+    """Generates shards: RunInference's example is a Shard, its inference a list of ImageResult in the same order."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self._spec = spec
+
+    def load_model(self) -> LoadedModel:
+        """Loads the checkpoint onto all local devices.
+
+        Programs are compiled when the first shard of a size arrives: only then is it known which sizes occur.
+
+        Raises:
+          CheckpointError, ConfigError: the checkpoint does not fit, or is not the one of the recipe.
+          RuntimeError: the device asked for is not there.
+        """
+        return LoadedModel(load_programs(self._spec))
+
+    def run_inference(
+        self, batch: Sequence[Shard], model: LoadedModel, inference_args: Mapping[str, Any] | None = None
+    ) -> Iterable[PredictionResult]:
+        """Generates each shard whole.
+
+        A request whose batch fails is retried among ever fewer neighbours, at the same shape, until it is alone;
+        one that fails alone becomes a rejected result. If every request of a shard fails it is not the requests'
+        fault, and the error goes to the runner.
+        """
+        for shard in batch:
+            with model.lock:
+                results = _generate(shard, model.programs)
+            yield PredictionResult(shard, results)
+
+    def batch_elements_kwargs(self) -> Mapping[str, Any]:
+        # A shard is a batch already; Beam's batching would depend on how bundles fall.
+        return {"min_batch_size": 1, "max_batch_size": 1}
+
+    def get_metrics_namespace(self) -> str:
+        return NAMESPACE
+
+
+def load_programs(spec: ModelSpec) -> Programs:
+    """Loads a checkpoint onto the local devices and returns its `Programs`; errors as `load_model`."""
+    if spec.device:
+        # Otherwise JAX settles for the CPU, with a warning, if the accelerator is missing or busy.
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(spec.device, spec.device))
+    if spec.jax_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", spec.jax_cache_dir)
+    try:
+        devices = jax.local_devices()
+    except RuntimeError as error:
+        raise RuntimeError(f"this worker has no usable {spec.device or 'device'} ({error})") from error
+    root = fetch.checkpoint_folder(spec.checkpoint, spec.variant)
+    if (found := checkpoint.identity(root, spec.variant)) != spec.identity:
+        raise checkpoint.CheckpointError(
+            f"{spec.checkpoint}: the files here have identity {found[:12]}, those of the recipe {spec.identity[:12]}; "
+            "the checkpoint changed under the run, or the worker sees another one"
+        )
+    devices_mesh = mesh.make_mesh(devices)
+    model = family_of(root).load(
+        root,
+        scheduler=spec.scheduler,
+        dtype=spec.dtype,
+        sharding=mesh.sharding(devices_mesh),
+        variant=spec.variant,
+    )
+    return Programs(model, devices_mesh, spec.per_device_batch_size)
+
+
+def _generate(shard: Shard, programs: Programs) -> list[ImageResult]:
+    results: dict[str, ImageResult] = {}
+    failed: list[tuple[Sequence[ImageRequest], Exception]] = []
+    for requests, outcome in _pipelined(shard, programs):
+        if isinstance(outcome, Exception):
+            failed.append((requests, outcome))
+        else:
+            results |= {result.key: result for result in outcome}
+    for requests, error in failed:
+        results |= {result.key: result for result in _bisect(requests, error, shard, programs)}
+    if failed and len(results) > 1 and all(result.failed for result in results.values()):
+        raise failed[0][1]  # one culprit among many requests is a bad record; all of them are a bad worker
+    if results.keys() != {request.key for request in shard.requests}:
+        raise RuntimeError(f"shard {shard.name}: {len(shard.requests)} requests gave {len(results)} results")
+    return [results[request.key] for request in shard.requests]
+
+
+def _pipelined(shard: Shard, programs: Programs) -> Iterator[tuple[Sequence[ImageRequest], Outcome]]:
+    """Runs a shard's batches, each started before the one before it is fetched."""
+    waiting: collections.deque = collections.deque()
+    for first in range(0, len(shard.requests), programs.batch_size):
+        requests = shard.requests[first : first + programs.batch_size]
+        waiting.append((requests, _attempt(_start, requests, shard, programs)))
+        if len(waiting) > 1:
+            yield _finished(*waiting.popleft())
+    while waiting:
+        yield _finished(*waiting.popleft())
+
+
+def _finished(requests, started):
+    return requests, started if isinstance(started, Exception) else _attempt(_fetch, started)
+
+
+def _attempt(function, *args):
+    """The function's result, or its exception as a value: a poison record must not take its neighbours along."""
+    try:
+        return function(*args)
+    except CompileError:
+        raise
+    except Exception as error:
+        return error
+
+
+def _start(requests: Sequence[ImageRequest], shard: Shard, programs: Programs):
+    """Starts one batch. Free slots repeat a request; None marks them, and what they give is never looked at."""
+    slots = [*requests, *[None] * (programs.batch_size - len(requests))]
+    inputs, tokens = programs.prepare([request or requests[0] for request in slots])
+    if programs.compile(shard.height, shard.width, inputs):
+        Metrics.counter(NAMESPACE, "compiles").inc()
+    return slots, tokens, programs(inputs, shard.height, shard.width)
+
+
+def _fetch(started) -> list[ImageResult]:
+    slots, tokens, (images, finite) = started
+    images, finite = np.asarray(images), np.asarray(finite)
+    if not len(slots) == len(tokens) == len(images) == len(finite):
+        raise RuntimeError(f"a batch of {len(slots)} gave {len(images)} images and {len(finite)} flags")
+    return [
+        ImageResult(
+            request.key,
+            image if ok else None,
+            None if ok else NOT_FINITE,
+            num_tokens=token.count,
+            truncated=token.truncated,
+        )
+        for request, token, image, ok in zip(slots, tokens, images, finite, strict=True)
+        if request is not None
+    ]
+
+
+def _bisect(
+    requests: Sequence[ImageRequest], error: Exception, shard: Shard, programs: Programs
+) -> Iterator[ImageResult]:
+    for delay in RETRY_DELAYS if str(error).startswith(TRANSIENT) else ():
+        log.warning("the device failed and is tried again in %.0f s: %s", delay, error)
+        time.sleep(delay)
+        outcome = _attempt(lambda: _fetch(_start(requests, shard, programs)))
+        if not isinstance(outcome, Exception):
+            yield from outcome
+            return
+    if len(requests) == 1:
+        reason = f"the model failed on this record: {type(error).__name__}: {error}"
+        yield ImageResult(requests[0].key, None, reason, failed=True)
+        return
+    middle = len(requests) // 2
+    for half in (requests[:middle], requests[middle:]):
+        outcome = _attempt(lambda half=half: _fetch(_start(half, shard, programs)))
+        yield from _bisect(half, outcome, shard, programs) if isinstance(outcome, Exception) else outcome

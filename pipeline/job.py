@@ -1,0 +1,206 @@
+"""One run of `generate`: check everything that can be checked, build the graph, watch it, account for it."""
+
+import dataclasses
+import importlib.metadata
+import json
+import time
+from pathlib import Path
+
+import apache_beam as beam
+import jax
+from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from apache_beam.runners.runner import PipelineState
+
+from model_handlers import checkpoint, fetch
+from model_handlers.checkpoint import CheckpointError
+from model_handlers.config import ConfigError
+from model_handlers.families import family_of
+from model_handlers.handler import DiffusionModelHandler, ModelSpec
+from model_handlers.recipe import Recipe
+from pipeline import report
+from pipeline.generate import build, prepare
+from pipeline.options import LOCAL_RUNNERS, GenerateOptions, UsageError
+from pipeline.watch import watch
+from transforms import storage
+from transforms.commits import CommitError, list_commits
+from transforms.counts import AccountingError, Counts
+from transforms.read import InputError
+
+IMAGES_PER_SHARD = 64  # about 200 MB of pixels at 1024 x 1024, and some tens of seconds of work to lose
+PACKAGES = ("lightmill", "apache-beam", "flax", "jax", "jaxlib", "numpy", "pillow", "safetensors", "transformers")
+
+
+class JobError(RuntimeError):
+    """The job failed after it had begun; what it had committed stays, and the same command goes on."""
+
+
+def generate(options: GenerateOptions, beam_options: PipelineOptions) -> int:
+    """Runs the job and returns its exit status, see `options.EXIT_STATUS`.
+
+    Raises:
+      UsageError: something that the user gave cannot work; nothing was made.
+      JobError: the job failed underway.
+    """
+    try:
+        spec, recipe = _resolve_model(options, _local(beam_options))
+        batch_size = spec.per_device_batch_size * _devices_per_worker(options, _local(beam_options))
+        fresh = _open_output(options.output, recipe)
+        pipeline = beam.Pipeline(_runner(beam_options), beam_options)
+        build(
+            pipeline,
+            patterns=options.input,
+            output=options.output,
+            recipe=recipe,
+            model_handler=DiffusionModelHandler(spec),
+            batch_size=batch_size,
+            images_per_shard=_images_per_shard(options, batch_size),
+            retry_rejected=options.retry_rejected,
+            prompt_column=options.prompt_column,
+            id_column=options.id_column,
+        )
+    except (CheckpointError, ConfigError, CommitError, InputError) as error:
+        raise UsageError(str(error)) from error
+    started = time.monotonic()
+    try:
+        prepare(options.output)
+        with watch():
+            state = pipeline.run().wait_until_finish()
+    except Exception as error:  # whatever failed, on whichever runner, the user gets one line
+        raise JobError(f"{_cause(error)}; the same command goes on from the last finished shard") from error
+    if state != PipelineState.DONE:
+        raise JobError(f"the job ended as {state}; the same command goes on from the last finished shard")
+    seconds = time.monotonic() - started
+    try:
+        summary = report.write_report(options.output, {"seconds": round(seconds, 1)}, fresh)
+    except (AccountingError, CommitError, OSError) as error:
+        raise JobError(str(error)) from error
+    return _conclude(options, Counts(**summary["counts"]), seconds)
+
+
+def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Recipe]:
+    """Reads everything of the checkpoint but its weights, whose names it checks, and settles the recipe."""
+    root = fetch.checkpoint_folder(options.checkpoint, options.variant)
+    family = family_of(root)
+    description = family.describe(root, options.scheduler)
+    family.check(root, options.variant)
+    width, height = options.width or description.side, options.height or description.side
+    for name, value in (("width", width), ("height", height)):
+        if value % description.size_multiple:
+            raise UsageError(f"--{name} must be a multiple of {description.size_multiple}, not {value}")
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "float32" if _device(options, local) == "cpu" else "bfloat16"
+    recipe = Recipe(
+        checkpoint=checkpoint.identity(root, options.variant),
+        family=description.family,
+        scheduler=description.scheduler,
+        dtype=dtype,
+        per_device_batch_size=options.per_device_batch_size,
+        size_multiple=description.size_multiple,
+        seed=options.seed,
+        width=width,
+        height=height,
+        num_inference_steps=options.num_inference_steps,
+        guidance_scale=options.guidance_scale,
+        negative_prompt=options.negative_prompt,
+        num_images_per_prompt=options.num_images_per_prompt,
+    )
+    spec = ModelSpec(
+        checkpoint=options.checkpoint,
+        identity=recipe.checkpoint,
+        scheduler=recipe.scheduler,
+        dtype=dtype,
+        per_device_batch_size=recipe.per_device_batch_size,
+        variant=options.variant,
+        device=options.device,
+        jax_cache_dir=options.jax_cache_dir,
+    )
+    return spec, recipe
+
+
+def _device(options: GenerateOptions, local: bool) -> str:
+    if options.device:
+        return options.device
+    if not local:
+        raise UsageError("name the workers' --device (tpu, gpu or cpu): this machine cannot see it")
+    return jax.default_backend()
+
+
+def _devices_per_worker(options: GenerateOptions, local: bool) -> int:
+    if options.devices_per_worker:
+        return options.devices_per_worker
+    if not local:
+        raise UsageError("say how many chips a worker has with --devices_per_worker: this machine cannot see it")
+    if options.device:
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(options.device, options.device))
+    try:
+        return jax.local_device_count()
+    except RuntimeError as error:
+        raise UsageError(f"--device {options.device}: this machine has none that JAX can use ({error})") from error
+
+
+def _images_per_shard(options: GenerateOptions, batch_size: int) -> int:
+    if options.images_per_shard is None:
+        return -(-IMAGES_PER_SHARD // batch_size) * batch_size
+    if options.images_per_shard % batch_size:
+        raise UsageError(f"--images_per_shard must be a multiple of the batch of {batch_size}, or be left out")
+    return options.images_per_shard
+
+
+def _open_output(output: str, recipe: Recipe) -> bool:
+    """Writes recipe.json, or compares with the one that is there; returns whether the output was empty of shards.
+
+    Raises:
+      UsageError: the output cannot be written, or holds pictures of another recipe.
+    """
+    ours = dataclasses.asdict(recipe)
+    try:
+        if "recipe.json" in storage.list_files(output, ""):
+            theirs = json.loads(storage.read_file(storage.join(output, "recipe.json")))["recipe"]
+            if changed := [f"{k} was {theirs.get(k)!r} and is {ours[k]!r}" for k in ours if theirs.get(k) != ours[k]]:
+                raise UsageError(
+                    f"{output} holds pictures of another recipe ({'; '.join(changed)}); take another --output"
+                )
+        else:
+            content = {"recipe": ours, "versions": {name: importlib.metadata.version(name) for name in PACKAGES}}
+            storage.write_file(output, "recipe.json", json.dumps(content, indent=1).encode() + b"\n")
+        return next(iter(list_commits(output)), None) is None
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{output}/recipe.json is not a recipe of this program ({error})") from error
+    except OSError as error:
+        raise UsageError(f"--output {output} cannot be written: {error}") from error
+
+
+def _local(options: PipelineOptions) -> bool:
+    return (options.view_as(StandardOptions).runner or LOCAL_RUNNERS[0]).rpartition(".")[2] in LOCAL_RUNNERS
+
+
+def _runner(options: PipelineOptions) -> FnApiRunner | str:
+    # DirectRunner would end here too, after an attempt to download another runner.
+    return options.view_as(StandardOptions).runner or FnApiRunner()
+
+
+def _cause(error: Exception) -> str:
+    """The one line that says what went wrong: Beam wraps it in the tracebacks of its workers."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(("File ", "Traceback", "[while running", "^", "~"))]
+    return (lines[-1] if lines else type(error).__name__).split(" [while running")[0]
+
+
+def _conclude(options: GenerateOptions, counts: Counts, seconds: float) -> int:
+    rejected = counts.records_rejected + counts.rejected + counts.rejected_before
+    total = counts.records_rejected + counts.images_requested
+    print(
+        f"{counts.records_read:,} records: {counts.written:,} images written in {seconds:,.1f} s, "
+        f"{counts.finished_before:,} there before, {counts.duplicates:,} duplicates, {rejected:,} rejected; "
+        f"see {Path(options.output) / 'index.html' if storage.is_local(options.output) else options.output}"
+    )
+    if options.checkpoint == fetch.EMBEDDED:
+        print("Drawn by the built-in demonstration model; --checkpoint names a real one.")
+    if total and rejected / total > options.max_reject_fraction:
+        print(f"{rejected / total:.1%} rejected, more than --max_reject_fraction; reasons are in rejects/")
+        return 3
+    return 0

@@ -1,0 +1,174 @@
+"""The command line of `generate`: what a user may say, checked before anything is read or made."""
+
+import argparse
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from apache_beam.options.pipeline_options import PipelineOptions
+
+from model_handlers.fetch import EMBEDDED
+from model_handlers.recipe import MAX_SEED, MAX_SIDE, MAX_STEPS
+
+# Runners whose workers are this machine, and mostly this process.
+LOCAL_RUNNERS = ("FnApiRunner", "DirectRunner", "PrismRunner", "BundleBasedDirectRunner")
+DEVICES = ("tpu", "gpu", "cpu")
+EXIT_STATUS = """
+exit status:
+  0  every record is accounted for: an image, made before, a duplicate, or rejected with its reason in OUTPUT/rejects
+  1  the job failed; the same command goes on from the last finished shard
+  2  the command cannot be carried out as given; nothing was made
+  3  as 0, but more than --max_reject_fraction of the records were rejected
+
+Flags that are not listed go to Apache Beam, such as --runner=DataflowRunner --project=... --region=...
+"""
+
+
+class UsageError(ValueError):
+    """What the user asked for cannot be done; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """The parsed flags; each is described in its --help. None stands for a value that the checkpoint gives."""
+
+    input: Sequence[str]
+    output: str
+    prompt_column: str | None
+    id_column: str | None
+    retry_rejected: bool
+    max_reject_fraction: float
+    checkpoint: str
+    variant: str | None
+    scheduler: str | None
+    dtype: str
+    device: str | None
+    per_device_batch_size: int
+    devices_per_worker: int | None
+    jax_cache_dir: str | None
+    seed: int
+    width: int | None
+    height: int | None
+    num_inference_steps: int
+    guidance_scale: float
+    negative_prompt: str | None
+    num_images_per_prompt: int
+    images_per_shard: int | None
+    verbose: bool
+
+
+def add_generate_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `generate`; every one becomes a field of `GenerateOptions`."""
+    files = parser.add_argument_group("input and output")
+    files.add_argument("--input", nargs="+", required=True, metavar="FILE", help="jsonl, csv or txt; globs, .gz, gs://")
+    files.add_argument("--output", required=True, metavar="DIR", help="folder or gs://bucket/folder; resumed if begun")
+    files.add_argument("--prompt_column", metavar="NAME", help="default: prompt, caption, text or prompt_en")
+    files.add_argument("--id_column", metavar="NAME", help="default: id; without one, FILE:ROW is the record's id")
+    files.add_argument("--retry_rejected", action="store_true", help="try again what the model rejected before")
+    files.add_argument(
+        "--max_reject_fraction", type=_fraction, default=1.0, metavar="F", help="exit with 3 above it (default 1)"
+    )
+
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--checkpoint",
+        default=EMBEDDED,
+        metavar="DIR",
+        help="folder in diffusers' layout, gs:// folder or hub id (default: the small one in this package)",
+    )
+    model.add_argument("--variant", metavar="NAME", help="of the weight files, such as fp16")
+    model.add_argument("--scheduler", metavar="CLASS", help="diffusers' name of a sampler (default: the checkpoint's)")
+    model.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: float32 on CPU, else bfloat16"
+    )
+    model.add_argument("--device", choices=DEVICES, help="must be there (default: the best that is)")
+    model.add_argument("--per_device_batch_size", type=_positive, default=4, metavar="N", help="default 4")
+    model.add_argument(
+        "--devices_per_worker", type=_positive, metavar="N", help="chips of a worker (default: those of this machine)"
+    )
+    model.add_argument("--jax_cache_dir", metavar="DIR", help="JAX's compilation cache, a folder or gs:// folder")
+
+    records = parser.add_argument_group("defaults for records that do not say otherwise")
+    records.add_argument(
+        "--seed", type=_seed, default=0, help="of the run; a record without a seed gets its own, derived from it"
+    )
+    records.add_argument("--width", type=_side, metavar="PIXELS", help="default: the checkpoint's")
+    records.add_argument("--height", type=_side, metavar="PIXELS", help="default: the checkpoint's")
+    records.add_argument("--num_inference_steps", type=_steps, default=20, metavar="N", help="default 20")
+    records.add_argument("--guidance_scale", type=_guidance, default=5.0, metavar="G", help="default 5; 1 is none")
+    records.add_argument("--negative_prompt", metavar="TEXT")
+    records.add_argument("--num_images_per_prompt", type=_positive, default=1, metavar="N", help="default 1")
+
+    job = parser.add_argument_group("job")
+    job.add_argument(
+        "--images_per_shard", type=_positive, metavar="N", help="committed together (default: whole batches, about 64)"
+    )
+    job.add_argument("--verbose", action="store_true", help="log what Beam and JAX say, and tracebacks")
+
+
+def beam_options(arguments: Sequence[str], own_flags: Sequence[str]) -> PipelineOptions:
+    """Beam's options from the flags that are not ours.
+
+    Raises:
+      UsageError: for a flag that Beam does not know either; Beam itself would drop it without an error.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for kind in PipelineOptions.__subclasses__():
+        # Beam declares some flags in two of its classes.
+        declared = argparse.ArgumentParser(add_help=False, conflict_handler="resolve")
+        kind._add_argparse_args(declared)  # type: ignore[arg-type]  # Beam's own parser only adds a check
+        for action in declared._actions:
+            if not set(action.option_strings) & set(parser._option_string_actions):
+                parser._add_action(action)
+    try:
+        _, unknown = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise UsageError(str(error)) from None
+    if unknown:
+        flag = unknown[0].split("=")[0]
+        known = [*own_flags, *parser._option_string_actions]
+        near = difflib.get_close_matches(flag, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UsageError(f"{flag} is neither a flag of lightmill nor of Apache Beam{hint}")
+    return PipelineOptions(list(arguments))
+
+
+def _positive(text: str) -> int:
+    return _whole(text, 1, 10**6)
+
+
+def _side(text: str) -> int:
+    return _whole(text, 1, MAX_SIDE)
+
+
+def _steps(text: str) -> int:
+    return _whole(text, 1, MAX_STEPS)
+
+
+def _seed(text: str) -> int:
+    return _whole(text, 0, MAX_SEED)
+
+
+def _whole(text: str, low: int, high: int) -> int:
+    if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+    return int(text)
+
+
+def _guidance(text: str) -> float:
+    return _number(text, 1000.0)
+
+
+def _fraction(text: str) -> float:
+    return _number(text, 1.0)
+
+
+def _number(text: str, high: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {high:g}")
+    return value

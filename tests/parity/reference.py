@@ -1,0 +1,161 @@
+"""Makes the reference's checkpoints and outputs, with diffusers on torch; run in its own environment by `make parity`.
+
+    python -m tests.parity.reference OUT                                  a folder for each case
+    python -m tests.parity.reference --golden tests/parity                golden.npz and real_width.json in there
+
+OUT/<case> is a checkpoint saved by `save_pretrained`, OUT/<case>.npz what diffusers makes of it. Arrays are channels
+last, as ours are.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers.image_processor import VaeImageProcessor
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from benchmarks.scenes.scenes import VOCABULARY
+from benchmarks.scenes.tokenizer import write_tokenizers
+from tests.parity import cases
+from tests.parity.cases import Case, Picture
+
+NETWORKS = {
+    "text_encoder": lambda settings: CLIPTextModel(CLIPTextConfig(**settings)),
+    "text_encoder_2": lambda settings: CLIPTextModelWithProjection(CLIPTextConfig(**settings)),
+    "unet": lambda settings: UNet2DConditionModel(**settings),
+    "vae": lambda settings: AutoencoderKL(**settings),
+}
+
+
+def build(case: Case) -> StableDiffusionXLPipeline:
+    networks = {}
+    for name, make in NETWORKS.items():
+        network = make(getattr(case, name)).eval()
+        state = network.state_dict()
+        weights = {key: torch.from_numpy(cases.weight(name, key, tuple(state[key].shape))) for key in state}
+        network.load_state_dict(weights)
+        networks[name] = network
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizers(Path(folder), VOCABULARY)
+        tokenizers = {name: CLIPTokenizer.from_pretrained(f"{folder}/{name}") for name in ("tokenizer", "tokenizer_2")}
+    pipeline = StableDiffusionXLPipeline(
+        **networks,
+        **tokenizers,
+        scheduler=EulerDiscreteScheduler(**case.scheduler),
+        force_zeros_for_empty_prompt=case.force_zeros_for_empty_prompt,
+        add_watermarker=False,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@torch.no_grad()
+def outputs(pipeline: StableDiffusionXLPipeline, case: Case) -> dict[str, np.ndarray]:
+    given = {name: torch.from_numpy(value) for name, value in case.inputs.items()}
+    results: dict[str, list] = {}
+
+    def keep(**tensors: torch.Tensor) -> None:
+        for name, tensor in tensors.items():
+            value = tensor.numpy()
+            results.setdefault(name, []).extend(value.transpose(0, 2, 3, 1) if value.ndim == 4 else value)
+
+    keep(
+        step=pipeline.unet(
+            given["step_latents"],
+            given["step_timesteps"],
+            given["step_text"],
+            added_cond_kwargs={"text_embeds": given["step_pooled"], "time_ids": given["step_time_ids"]},
+        ).sample
+    )
+    encoded = pipeline.vae.encode(given["images"]).latent_dist
+    keep(mean=encoded.mean, log_variance=encoded.logvar, decoded=pipeline.vae.decode(given["latents"]).sample)
+    for picture, noise in zip(case.pictures, given["noise"], strict=True):
+        names = ("text", "negative_text", "pooled", "negative_pooled")
+        embedded = pipeline.encode_prompt(picture.prompt, negative_prompt=picture.negative_prompt)
+        keep(**dict(zip(names, embedded, strict=True)))
+        image = draw(pipeline, case, picture, noise)
+        keep(image=torch.from_numpy(image.transpose(0, 3, 1, 2)))
+        rounded = np.asarray(VaeImageProcessor.numpy_to_pil(image)[0])
+        results.setdefault("rounded", []).append(rounded)
+    return {name: np.stack(values) for name, values in results.items()}
+
+
+def draw(pipeline: StableDiffusionXLPipeline, case: Case, picture: Picture, noise: torch.Tensor) -> np.ndarray:
+    return pipeline(
+        picture.prompt,
+        height=case.height,
+        width=case.width,
+        num_inference_steps=picture.num_inference_steps,
+        guidance_scale=picture.guidance_scale,
+        negative_prompt=picture.negative_prompt,
+        latents=noise[None],
+        original_size=picture.original_size,
+        crops_coords_top_left=picture.crops_coords_top_left,
+        target_size=picture.target_size,
+        output_type="np",
+    ).images
+
+
+def sampler_tables() -> dict[str, np.ndarray]:
+    """The tables of every number of steps end to end, in the order of `cases.STEP_COUNTS`, by spacing."""
+    tables = {}
+    for spacing in cases.SPACINGS:
+        columns: dict[str, list] = {"timesteps": [], "sigmas": [], "init_noise_sigma": []}
+        for count in cases.STEP_COUNTS:
+            sampler = EulerDiscreteScheduler(**cases.scheduler(timestep_spacing=spacing))
+            sampler.set_timesteps(count)
+            columns["timesteps"].extend(sampler.timesteps.numpy())
+            columns["sigmas"].extend(sampler.sigmas.numpy())
+            columns["init_noise_sigma"].append(float(sampler.init_noise_sigma))
+        tables |= {f"{spacing} {name}": np.array(values, np.float32) for name, values in columns.items()}
+    return tables
+
+
+def real_width() -> dict[str, dict]:
+    """Parameters and tensor names of SDXL base, from networks that never get memory."""
+    found = {}
+    for name, settings in cases.SDXL_BASE.items():
+        with torch.device("meta"):
+            network = NETWORKS[name](settings)
+        shapes = {_published(name, key): tuple(tensor.shape) for key, tensor in network.state_dict().items()}
+        count = sum(parameter.numel() for parameter in network.parameters())
+        found[name] = {"parameters": count, "tensors": len(shapes), "digest": cases.digest(shapes)}
+    return found
+
+
+def _published(network: str, key: str) -> str:
+    """SDXL base was saved by transformers 4, whose text encoders name their only child."""
+    if network == "text_encoder" and not key.startswith("text_model."):
+        return f"text_model.{key}"
+    return key
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("output", nargs="?", type=Path, help="folder for checkpoints and outputs of all cases")
+    parser.add_argument("--golden", type=Path, help="folder to write golden.npz and real_width.json to")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the networks are so small that a second thread costs more than it brings
+    if arguments.output:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        for case in cases.CASES:
+            pipeline = build(case)
+            pipeline.save_pretrained(arguments.output / case.name)
+            np.savez(arguments.output / f"{case.name}.npz", **outputs(pipeline, case))
+        np.savez(arguments.output / "samplers.npz", **sampler_tables())
+        (arguments.output / "real_width.json").write_text(json.dumps(real_width(), indent=2) + "\n")
+    if arguments.golden:
+        golden = sampler_tables()
+        for case in cases.CASES:
+            if case.name in cases.GOLDEN:
+                golden |= {f"{case.name} {name}": value for name, value in outputs(build(case), case).items()}
+        np.savez_compressed(arguments.golden / "golden.npz", **golden)
+        (arguments.golden / "real_width.json").write_text(json.dumps(real_width(), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

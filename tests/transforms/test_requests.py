@@ -1,0 +1,114 @@
+"""From records to requests: defaults, seeds and ranges."""
+
+import dataclasses
+
+import pytest
+
+from model_handlers.recipe import MAX_SEED, MAX_SIDE, MAX_STEPS
+from tests.fakes import RECIPE
+from transforms.records import PromptRecord, RecordError
+from transforms.requests import MAX_IMAGES_PER_PROMPT, expand
+
+
+def record(prompt="a cat", id="1", **fields):
+    return PromptRecord("a.jsonl", 1, id, prompt, fields)
+
+
+def one(**fields):
+    (request,) = expand(record(**fields), RECIPE)
+    return request
+
+
+def reason(**fields):
+    with pytest.raises(RecordError) as error:
+        expand(record(**fields), RECIPE)
+    return str(error.value)
+
+
+def test_what_a_record_leaves_open_is_the_recipes():
+    recipe = dataclasses.replace(
+        RECIPE, width=16, num_inference_steps=7, guidance_scale=2.5, negative_prompt="bad", num_images_per_prompt=2
+    )
+    first, second = expand(record(), recipe)
+    assert (first.width, first.height, first.num_inference_steps) == (16, 8, 7)
+    assert (first.guidance_scale, first.negative_prompt) == (2.5, "bad")
+    assert (first.original_size, first.target_size, first.crops_coords_top_left) == ((8, 16), (8, 16), (0, 0))
+    assert (first.image_index, second.image_index) == (0, 1)
+    assert expand(record(negative_prompt=""), recipe)[0].negative_prompt == ""
+
+
+def test_image_i_of_a_seeded_record_has_seed_plus_i_and_is_the_picture_of_that_seed_alone():
+    images = expand(record(seed=40, num_images_per_prompt=4), RECIPE)
+    assert [image.seed for image in images] == [40, 41, 42, 43]
+    assert images[3].digest == one(seed=43, id="other").digest
+
+
+def test_records_without_seeds_have_different_noise_and_the_same_in_every_run():
+    seeds = {
+        expand(record(id=str(number), num_images_per_prompt=3), RECIPE)[i].seed for number in range(9) for i in range(3)
+    }
+    assert len(seeds) == 27
+    assert one().seed == one().seed == one(prompt="another").seed
+    other_run = dataclasses.replace(RECIPE, seed=1)
+    assert expand(record(), other_run)[0].seed != one().seed
+
+
+def test_seeds_stop_at_the_end_of_their_range():
+    assert [image.seed for image in expand(record(seed=MAX_SEED - 1, num_images_per_prompt=2), RECIPE)][1] == MAX_SEED
+    assert f"seed of the last image must be from 0 to {MAX_SEED}" in reason(seed=MAX_SEED, num_images_per_prompt=2)
+
+
+@pytest.mark.parametrize("name", ["width", "height"])
+def test_sides_are_multiples_that_the_model_can_draw(name):
+    assert getattr(one(**{name: MAX_SIDE}), name) == MAX_SIDE
+    assert reason(**{name: 500}) == f"{name} must be a multiple of 8, such as 496 or 504, not 500"
+    for value in (0, -8, MAX_SIDE + 8):
+        assert f"{name} must be from 8 to {MAX_SIDE}" in reason(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("num_inference_steps", 1, MAX_STEPS),
+        ("num_images_per_prompt", 1, MAX_IMAGES_PER_PROMPT),
+        ("guidance_scale", 0.0, 1000.0),
+    ],
+)
+def test_numbers_have_ranges(name, low, high):
+    assert expand(record(**{name: low}), RECIPE)
+    assert len(expand(record(**{name: high}), RECIPE)) == (high if name == "num_images_per_prompt" else 1)
+    for value in (low - 1, high + 1):
+        assert f"{name} must be from {low} to {high}" in reason(**{name: value})
+
+
+def test_conditioning_pairs_have_ranges():
+    assert one(original_size=(1, 2), crops_coords_top_left=(0, 5)).original_size == (1, 2)
+    assert "original_size" in reason(original_size=(0, 5))
+    assert "crops_coords_top_left" in reason(crops_coords_top_left=(0, -1))
+    assert "target_size" in reason(target_size=(5, 2**21))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": "a dog"},
+        {"negative_prompt": ""},
+        {"seed": 8},
+        {"width": 16},
+        {"num_inference_steps": 21},
+        {"guidance_scale": 5.5},
+        {"original_size": (9, 9)},
+        {"crops_coords_top_left": (0, 1)},
+        {"target_size": (9, 9)},
+    ],
+)
+def test_a_digest_changes_with_everything_that_decides_the_picture(change):
+    assert one(**{"seed": 7, **change}).digest != one(seed=7).digest
+
+
+def test_a_digest_does_not_change_with_who_asks():
+    other = PromptRecord("b.csv", 9, "2", "a cat", {"seed": 7}, '{"note": 1}')
+    (request,) = expand(other, RECIPE)
+    assert request.digest == one(seed=7).digest
+    assert request.key != one(seed=7).key
+    assert one(seed=7, guidance_scale=-0.0).digest == one(seed=7, guidance_scale=0.0).digest

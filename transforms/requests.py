@@ -1,0 +1,112 @@
+"""ExpandRequests: what a record asks for, made explicit: one request for each image."""
+
+import dataclasses
+from typing import cast
+
+import apache_beam as beam
+
+from model_handlers.recipe import MAX_SEED, MAX_SIDE, MAX_STEPS, ImageRequest, Recipe, derived_seed, digest
+from transforms.records import PromptRecord, RecordError, Reject
+
+MAX_IMAGES_PER_PROMPT = 10_000
+MAX_GUIDANCE = 1000.0
+
+
+class ExpandRequests(beam.PTransform):
+    """Turns records into `.requests` (ImageRequest) and `.rejects` (Reject); `.fates` counts both.
+
+    A record gives all of its images or none: half a record could not be mended and fed in again.
+    """
+
+    def __init__(self, recipe: Recipe):
+        super().__init__()
+        self._recipe = recipe
+
+    def expand(self, records):
+        return records | beam.ParDo(_Expand(self._recipe)).with_outputs("rejects", "fates", main="requests")
+
+
+class _Expand(beam.DoFn):
+    def __init__(self, recipe: Recipe):
+        self._recipe = recipe
+
+    def process(self, record: PromptRecord):
+        try:
+            requests = expand(record, self._recipe)
+        except RecordError as error:
+            place = (record.source, record.position, record.id)
+            yield beam.pvalue.TaggedOutput("rejects", Reject(*place, "request", str(error), record.as_input()))
+        else:
+            yield beam.pvalue.TaggedOutput("fates", ("records_expanded", 1))
+            yield beam.pvalue.TaggedOutput("fates", ("images_requested", len(requests)))
+            yield from requests
+
+
+def expand(record: PromptRecord, recipe: Recipe) -> list[ImageRequest]:
+    """The requests of one record, image 0 first; settings that the record leaves open are the recipe's.
+
+    Image i of a record with a seed has seed + i, so that each can be made again alone by its own seed; without one, the
+    seed is derived from the run's seed, the record's id and i.
+
+    Raises:
+      RecordError: if a setting is out of range.
+    """
+
+    def setting(name):
+        return record.fields.get(name, getattr(recipe, name))
+
+    width = _side("width", setting("width"), recipe.size_multiple)
+    height = _side("height", setting("height"), recipe.size_multiple)
+    count = _within("num_images_per_prompt", setting("num_images_per_prompt"), 1, MAX_IMAGES_PER_PROMPT)
+    first = cast(int | None, record.fields.get("seed"))
+    if first is not None:
+        _within("seed of the last image", first + count - 1, 0, MAX_SEED)
+    conditioning = {
+        # SDXL's micro-conditioning: 0 is a size that no training picture had, and no crop begins left of the edge.
+        "original_size": _pair_within("original_size", record.fields.get("original_size", (height, width)), 1),
+        "crops_coords_top_left": _pair_within(
+            "crops_coords_top_left", record.fields.get("crops_coords_top_left", (0, 0)), 0
+        ),
+        "target_size": _pair_within("target_size", record.fields.get("target_size", (height, width)), 1),
+    }
+    common = {
+        "id": record.id,
+        "prompt": record.prompt,
+        "negative_prompt": setting("negative_prompt"),
+        "width": width,
+        "height": height,
+        "num_inference_steps": _within("num_inference_steps", setting("num_inference_steps"), 1, MAX_STEPS),
+        # Plus zero turns -0.0 into 0.0: the same picture has one digest.
+        "guidance_scale": _within("guidance_scale", float(setting("guidance_scale")), 0.0, MAX_GUIDANCE) + 0.0,
+        **conditioning,
+        "source": record.source,
+        "position": record.position,
+        "extra": record.extra,
+    }
+    requests = []
+    for index in range(count):
+        seed = derived_seed(recipe.seed, record.id, index) if first is None else first + index
+        request = ImageRequest(image_index=index, seed=seed, **common)
+        requests.append(dataclasses.replace(request, digest=digest(request, recipe)))
+    return requests
+
+
+def _within(name, value, low, high):
+    # Written so that NaN, which compares false, is out of range too.
+    if not low <= value <= high:
+        raise RecordError(f"{name} must be from {low} to {high}, not {value}")
+    return value
+
+
+def _side(name: str, value: int, multiple: int) -> int:
+    _within(name, value, multiple, MAX_SIDE)
+    if value % multiple:
+        lower = value - value % multiple
+        nearest = f"{lower} or {lower + multiple}" if lower + multiple <= MAX_SIDE else f"{lower}"
+        raise RecordError(f"{name} must be a multiple of {multiple}, such as {nearest}, not {value}")
+    return value
+
+
+def _pair_within(name: str, pair, low: int) -> tuple[int, int]:
+    # A few times the largest original picture there is; float32 holds it exactly.
+    return _within(name, pair[0], low, 2**20), _within(name, pair[1], low, 2**20)

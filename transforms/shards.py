@@ -1,0 +1,94 @@
+"""GroupIntoShards: requests of one size become full batches, and the same ones in every run.
+
+Two rounds. Requests are spread over buckets by their keys; each bucket is sorted and cut into whole shards. What is
+left of the buckets, less than a shard each, is brought together once more for every size, so only one shard a size is
+short, and one batch a size is padded.
+
+A shard is a run of a sorted list that begins at a multiple of its length. So when the shards that were committed are
+taken away, the others stay as they were: a resumed run makes the very shards that an uninterrupted one would have made.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import apache_beam as beam
+
+from model_handlers.recipe import ImageRequest, Shard
+
+_BUCKETS = 1024
+
+
+class GroupIntoShards(beam.PTransform):
+    """Groups requests into `.shards` (Shard) of `images_per_shard`; `.fates` counts padded slots.
+
+    At most one shard of each (width, height) is shorter. `images_per_shard` must be a multiple of `batch_size`, the
+    rows of the compiled program over all chips.
+    """
+
+    def __init__(self, batch_size: int, images_per_shard: int):
+        super().__init__()
+        if batch_size < 1 or images_per_shard < 1 or images_per_shard % batch_size:
+            raise ValueError(f"images_per_shard ({images_per_shard}) must be a multiple of the batch of {batch_size}")
+        self._batch_size = batch_size
+        self._images_per_shard = images_per_shard
+
+    def expand(self, requests):
+        buckets = (
+            requests
+            | "ByBucket" >> beam.Map(lambda request: (_bucket(request), request))
+            | "Buckets" >> beam.GroupByKey()
+            | "CutBuckets" >> beam.ParDo(_CutBucket(self._images_per_shard)).with_outputs("rest", main="shards")
+        )
+        rest = (
+            buckets.rest
+            | "BySize" >> beam.Map(lambda request: ((request.width, request.height), request))
+            | "Sizes" >> beam.GroupByKey()
+            | "CutSizes" >> beam.FlatMapTuple(lambda _, group: _cut(group, self._images_per_shard))
+        )
+        return (
+            (buckets.shards, rest)
+            | "AllShards" >> beam.Flatten()
+            # Breaks fusion: else one worker would make all shards of a bucket, one after the other.
+            | "SpreadShards" >> beam.Reshuffle()
+            | "Padding" >> beam.ParDo(_CountPadding(self._batch_size)).with_outputs("fates", main="shards")
+        )
+
+
+def _bucket(request: ImageRequest) -> tuple[int, int, int]:
+    # A key is a hash already, so its first digits are spread evenly.
+    return request.width, request.height, int(request.key[:8], 16) % _BUCKETS
+
+
+def _cut(group: Iterable[ImageRequest], length: int) -> Iterator[Shard]:
+    # By steps first: a batch takes as many steps as its longest row.
+    ordered = sorted(group, key=lambda request: (request.num_inference_steps, request.key))
+    for start in range(0, len(ordered), length):
+        members = tuple(ordered[start : start + length])
+        yield Shard(_name(members), members[0].width, members[0].height, members)
+
+
+def _name(members: tuple[ImageRequest, ...]) -> str:
+    # A hash of what is inside: the same in every run, and spread over an object store's key ranges.
+    return hashlib.sha256("".join(request.key for request in members).encode()).hexdigest()[:20]
+
+
+class _CutBucket(beam.DoFn):
+    def __init__(self, length: int):
+        self._length = length
+
+    def process(self, element):
+        _, group = element
+        for shard in _cut(group, self._length):
+            if len(shard.requests) == self._length:
+                yield shard
+            else:
+                yield from (beam.pvalue.TaggedOutput("rest", request) for request in shard.requests)
+
+
+class _CountPadding(beam.DoFn):
+    def __init__(self, batch_size: int):
+        self._batch_size = batch_size
+
+    def process(self, shard: Shard):
+        yield beam.pvalue.TaggedOutput("fates", ("padded_slots", -len(shard.requests) % self._batch_size))
+        yield shard

@@ -1,0 +1,203 @@
+"""WriteShard: images and rejects of a shard to files, then its commit record.
+
+The order is the contract: pictures, metadata, rejects, and last the commit record, each file whole. A run that is
+killed anywhere leaves a shard that does not count yet and is written over by the next run.
+"""
+
+import dataclasses
+import hashlib
+import io
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import cast
+
+import apache_beam as beam
+import numpy as np
+from apache_beam.ml.inference.base import PredictionResult
+from apache_beam.transforms.window import GlobalWindow
+from apache_beam.utils.windowed_value import WindowedValue
+from PIL import Image, PngImagePlugin
+
+from model_handlers.recipe import ImageRequest, ImageResult, Recipe, Shard
+from transforms import commits, metadata, progress, rejects, storage
+from transforms.commits import Commit, CommittedImage, CommittedReject
+from transforms.records import FIELDS, PromptRecord, Reject
+
+# Shards that wait for encoding and writing while the device makes the next one. Each holds its images in memory.
+_SHARDS_IN_FLIGHT = 2
+# PNG encoding releases the GIL and uploads wait for the network, so more threads than shards.
+_IMAGE_THREADS = 8
+# Part of the contract: another level gives other bytes for the same picture.
+_PNG_LEVEL = 6
+
+
+@dataclass(frozen=True)
+class WrittenShard:
+    """What a shard came to, once its commit record stands."""
+
+    name: str
+    written: int
+    rejected: int
+    truncated: int
+
+
+class WriteShard(beam.PTransform):
+    """Writes the shards that come from RunInference; gives one WrittenShard for each.
+
+    Takes PredictionResult(example=Shard, inference=list of ImageResult).
+    """
+
+    def __init__(self, output: str, recipe: Recipe):
+        super().__init__()
+        self._output = output
+        self._recipe = recipe
+
+    def expand(self, predictions):
+        return predictions | beam.ParDo(_WriteShard(self._output, self._recipe))
+
+
+class _WriteShard(beam.DoFn):
+    """Hands shards to threads, so that the device makes the next one while they are encoded and written.
+
+    An error in a thread is raised by the next `process` or by `finish_bundle`: the bundle fails, as it should.
+    """
+
+    def __init__(self, output: str, recipe: Recipe):
+        self._output = output
+        self._recipe = recipe
+
+    def setup(self):
+        self._shard_pool = ThreadPoolExecutor(_SHARDS_IN_FLIGHT, "shard")
+        self._image_pool = ThreadPoolExecutor(_IMAGE_THREADS, "image")
+
+    def start_bundle(self):
+        self._in_flight: deque[Future[WrittenShard]] = deque()
+
+    def process(self, prediction: PredictionResult):
+        while len(self._in_flight) >= _SHARDS_IN_FLIGHT or (self._in_flight and self._in_flight[0].done()):
+            yield self._in_flight.popleft().result()
+        self._in_flight.append(
+            self._shard_pool.submit(
+                write_shard,
+                self._output,
+                self._recipe,
+                cast(Shard, prediction.example),
+                cast(Sequence[ImageResult], prediction.inference),
+                self._image_pool.map,
+            )
+        )
+
+    def finish_bundle(self):
+        while self._in_flight:
+            shard = self._in_flight.popleft().result()
+            yield WindowedValue(shard, GlobalWindow().max_timestamp(), (GlobalWindow(),))
+
+    def teardown(self):
+        self._shard_pool.shutdown(cancel_futures=True)
+        self._image_pool.shutdown(cancel_futures=True)
+
+
+def write_shard(
+    output: str, recipe: Recipe, shard: Shard, results: Sequence[ImageResult], run_all: Callable = map
+) -> WrittenShard:
+    """Writes and commits one shard. Written twice, also by two workers at once, it has the same bytes.
+
+    Args:
+      results: one for each request, in any order.
+      run_all: a `map`, which may use threads.
+
+    Raises:
+      ValueError: if the results do not answer the shard's requests one to one.
+    """
+    pairs = _match(shard, results)
+    made = [(request, result) for request, result in pairs if result.image is not None]
+    failed = [(request, result) for request, result in pairs if result.image is None]
+    folder = f"images/{shard.name}"
+
+    def write_image(pair: tuple[ImageRequest, ImageResult]) -> tuple[str, int]:
+        request, result = pair
+        assert result.image is not None
+        data = encode_png(result.image, metadata.png_text(request, recipe))
+        storage.write_file(output, f"{folder}/{request.key}.png", data)
+        return hashlib.sha256(data).hexdigest(), len(data)
+
+    files = list(run_all(write_image, made))
+    if made:
+        rows = (
+            metadata.row(request, result, recipe, f"{request.key}.png", sha256)
+            for (request, result), (sha256, _) in zip(made, files, strict=True)
+        )
+        storage.write_file(output, f"{folder}/metadata.jsonl", _jsonl(rows))
+    if failed:
+        storage.write_file(output, rejects.path_of(shard.name), _jsonl(_reject_row(*pair) for pair in failed))
+    _remove_leftovers(output, shard, {request.key for request, _ in made}, bool(failed))
+    for changed in (folder, "images", rejects.FOLDER):
+        storage.make_durable(output, changed)
+    commit = Commit(
+        shard=shard.name,
+        images=tuple(
+            CommittedImage(request.key, sha256, size) for (request, _), (sha256, size) in zip(made, files, strict=True)
+        ),
+        rejected=tuple(CommittedReject(request.key, str(result.reject_reason)) for request, result in failed),
+    )
+    storage.write_file(output, commits.path_of(shard.name), commit.to_json())
+    storage.make_durable(output, commits.FOLDER)
+    progress.add(done=len(made), rejected=len(failed))
+    return WrittenShard(shard.name, len(made), len(failed), sum(result.truncated for _, result in made))
+
+
+def encode_png(image: np.ndarray, text: str) -> bytes:
+    """A PNG of an RGB image (height, width, 3) with the recipe in a text chunk; the same input gives the same bytes."""
+    info = PngImagePlugin.PngInfo()
+    info.add_text(metadata.PNG_KEYWORD, text)
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "PNG", pnginfo=info, compress_level=_PNG_LEVEL)
+    return file.getvalue()
+
+
+def _match(shard: Shard, results: Sequence[ImageResult]) -> list[tuple[ImageRequest, ImageResult]]:
+    """Pairs requests with their results by key: order proves nothing, and Beam does not count."""
+    by_key = {result.key: result for result in results}
+    wanted = {request.key for request in shard.requests}
+    if len(by_key) != len(results) or by_key.keys() != wanted or len(wanted) != len(shard.requests):
+        raise ValueError(
+            f"shard {shard.name}: {len(results)} results for {len(by_key)} keys do not answer its "
+            f"{len(shard.requests)} requests one to one"
+        )
+    pairs = []
+    for request in shard.requests:
+        result = by_key[request.key]
+        if (result.image is None) == (result.reject_reason is None):
+            raise ValueError(f"shard {shard.name}: {request.key} must have an image or a reason, and not both")
+        shape = (request.height, request.width, 3)
+        if result.image is not None and (result.image.shape != shape or result.image.dtype != np.uint8):
+            found = f"{result.image.dtype} {result.image.shape}"
+            raise ValueError(f"shard {shard.name}: the image of {request.key} must be uint8 {shape}, not {found}")
+        pairs.append((request, result))
+    return pairs
+
+
+def _remove_leftovers(output: str, shard: Shard, made: set[str], has_rejects: bool) -> None:
+    """Removes files of an earlier, unfinished attempt at this shard in which another of its requests failed."""
+    folder = f"images/{shard.name}"
+    expected = {f"{key}.png" for key in made} | ({"metadata.jsonl"} if made else set())
+    stale = [f"{folder}/{name}" for name in storage.list_files(output, folder) if name not in expected]
+    if not has_rejects:
+        stale.append(rejects.path_of(shard.name))
+    storage.delete_files(output, stale)
+
+
+def _reject_row(request: ImageRequest, result: ImageResult) -> dict[str, object]:
+    place = (request.source, request.position, request.id)
+    values = dataclasses.asdict(request)
+    fields = {name: values[name] for name in FIELDS if values.get(name) is not None}
+    record = PromptRecord(*place, request.prompt, fields, request.extra).as_input()
+    reject = Reject(*place, "generate", str(result.reject_reason), record)
+    return {**reject.row(), "image_index": request.image_index, "key": request.key}
+
+
+def _jsonl(rows: Iterable[dict[str, object]]) -> bytes:
+    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
