@@ -91,5 +91,6 @@ BETAS: dict[str, Callable[[float, float, int], np.ndarray]] = {
 SPACINGS: dict[str, Callable[[int, int, int], np.ndarray]] = {
     "linspace": lambda count, steps, offset: np.linspace(0, count - 1, steps)[::-1],
     "leading": lambda count, steps, offset: np.arange(steps)[::-1] * (count // steps) + float(offset),
-    "trailing": lambda count, steps, offset: np.round(count - np.arange(steps) * (count / steps)) - 1,
+    # The reference's arange, so that halves round to the same side; for 61 steps and others it is one too long.
+    "trailing": lambda count, steps, offset: np.round(np.arange(count, 0, -count / steps)[:steps]) - 1,
 }

@@ -72,10 +72,10 @@ def generate(options: GenerateOptions, beam_options: PipelineOptions) -> int:
         raise JobError(f"the job ended as {state}; the same command goes on from the last finished shard")
     seconds = time.monotonic() - started
     try:
-        summary = report.write_report(options.output, {"seconds": round(seconds, 1)}, fresh)
+        counts = report.write_report(options.output, {"seconds": round(seconds, 1)}, fresh)
     except (AccountingError, CommitError, OSError) as error:
         raise JobError(str(error)) from error
-    return _conclude(options, Counts(**summary["counts"]), seconds)
+    return _conclude(options, counts, seconds)
 
 
 def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Recipe]:

@@ -23,8 +23,8 @@ class Inventory:
     rejected: int
 
 
-def write_report(output: str, run: Mapping[str, object] | None = None, fresh: bool = False) -> dict[str, object]:
-    """Reconciles the last run and writes summary.json, index.html and README.md; returns the summary.
+def write_report(output: str, run: Mapping[str, object] | None = None, fresh: bool = False) -> Counts:
+    """Reconciles the last run and writes summary.json, index.html and README.md; returns the counts.
 
     Args:
       run: what the caller knows of the run, such as seconds or the kind of device, for the summary.
@@ -41,7 +41,7 @@ def write_report(output: str, run: Mapping[str, object] | None = None, fresh: bo
     storage.write_file(output, "summary.json", json.dumps(summary, indent=1).encode() + b"\n")
     storage.write_file(output, "index.html", _page(counts, inventory, sample_rows(output, inventory.images)).encode())
     storage.write_file(output, "README.md", dataset_card().encode())
-    return summary
+    return counts
 
 
 def take_inventory(output: str) -> Inventory:

@@ -52,7 +52,12 @@ class Columns:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a file: its columns, or the problem because of which it has none."""
+    """One row of a file: its columns, or the problem because of which it has none.
+
+    Attributes:
+      position: counted from 1: of a table the row below the header, else the line, blank ones counted too.
+      raw: the row as it stands in the file; "" where the columns say it all.
+    """
 
     position: int
     raw: str
@@ -105,7 +110,8 @@ def read_file(file: InputFile, columns: Columns) -> Iterator[PromptRecord | Reje
                 raise RecordError(row.problem)
             yield parse(file.source, row.position, row.columns, columns.prompt, columns.id)
         except RecordError as error:
-            yield Reject(file.source, row.position, f"{file.source}:{row.position}", "read", str(error), row.raw)
+            raw = row.raw or json.dumps(row.columns)
+            yield Reject(file.source, row.position, f"{file.source}:{row.position}", "read", str(error), raw)
 
 
 def match_inputs(
@@ -156,7 +162,7 @@ def _match(pattern: str) -> list[InputFile]:
         raise InputError(f"{pattern}: cannot be listed: {error}") from error
     files = [InputFile(path, path[len(fixed) :].lstrip("/")) for path in paths]
     # As a shell does: a wildcard does not mean .DS_Store; nor an object that stands for a folder.
-    files = [file for file in files if not re.search(r"(^|/)\.|/$", file.source)]
+    files = [file for file in files if not re.search(r"(^|/)(\.|$)", file.source)]
     if not files:
         raise InputError(f"{pattern}: matches no file")
     return files
@@ -235,10 +241,10 @@ def _read_jsonl(path: str, file: IO[bytes], columns: Columns) -> Iterator[Row]:
         if problem:
             yield Row(position, line, problem=problem)
         elif line.strip():
-            yield _json_row(position, line)
+            yield _json_row(position, line, columns)
 
 
-def _json_row(position: int, line: str) -> Row:
+def _json_row(position: int, line: str, columns: Columns) -> Row:
     try:
         value = json.loads(line, parse_constant=_refuse_constant, parse_float=_finite_float)
     except RecursionError:
@@ -247,6 +253,8 @@ def _json_row(position: int, line: str) -> Row:
         return Row(position, line, problem=f"not JSON: {error}")
     if not isinstance(value, dict):
         return Row(position, line, problem=f"a line must be a JSON object, not {type(value).__name__}")
+    if columns.id and columns.id not in value:
+        return Row(position, line, problem=f"no column {columns.id!r}")
     return Row(position, line, value)
 
 
@@ -303,11 +311,11 @@ def _read_csv(path: str, file: IO[bytes], columns: Columns) -> Iterator[Row]:
         if problem:
             yield Row(position, "\n".join(raw), problem=problem)
             continue
-        values: dict[str, str | None] = dict(zip(header, cells, strict=False))
+        values: dict[str, Any] = dict(zip(header, cells, strict=False))
         for name in (*FIELDS, columns.id or "id"):
             if values.get(name) == "" and name != prompt:
                 values[name] = None  # a table has no other way to say "not set"
-        yield Row(position, json.dumps(values), cast(dict[str, Any], values))
+        yield Row(position, "", values)
 
 
 def _check_header(path: str, header: list[str], columns: Columns) -> None:

@@ -73,9 +73,8 @@ class Reject:
     reason: str
     record: str
 
-    def row(self) -> dict[str, object]:
-        """The columns of a reject file."""
-        return {**dataclasses.asdict(self), "record": self.record[:MAX_RAW]}
+    def __post_init__(self):
+        object.__setattr__(self, "record", self.record[:MAX_RAW])
 
 
 def prompt_column(columns: Iterable[str]) -> str | None:

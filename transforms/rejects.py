@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from functools import partial
 
 import apache_beam as beam
@@ -39,7 +40,7 @@ def _write(output: str, part: tuple[str, int], rejects: Iterable[Reject]) -> Non
     source, number = part
     name = f"{FOLDER}/{_INPUT}{hashlib.sha256(source.encode()).hexdigest()[:12]}-{number:06d}.jsonl"
     ordered = sorted(rejects, key=lambda reject: reject.position)
-    storage.write_file(output, name, "".join(f"{json.dumps(reject.row())}\n" for reject in ordered).encode())
+    storage.write_file(output, name, "".join(f"{json.dumps(asdict(reject))}\n" for reject in ordered).encode())
 
 
 def path_of(shard: str) -> str:

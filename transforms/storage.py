@@ -105,12 +105,12 @@ def list_files(output: str, folder: str) -> Iterator[str]:
     """Names, sorted, of the files that lie directly in a folder of the output; none if there is no such folder."""
     path = join(output, folder)
     if is_local(output):
-        # Not by Beam's patterns: they cannot quote, so an output folder called "run[1]" would look empty.
+        # Not by Beam, which walks all that lies below a folder, here every picture, to list what is in it.
         if Path(path).is_dir():
             with os.scandir(path) as entries:
                 yield from sorted(entry.name for entry in entries if entry.is_file())
         return
-    (match,) = FileSystems.match([path.replace("[", "[[]") + "/*"])
+    (match,) = FileSystems.match([re.sub(r"[\[*?]", r"[\g<0>]", path) + "/*"])
     yield from sorted(metadata.path.rsplit("/", 1)[1] for metadata in match.metadata_list)
 
 

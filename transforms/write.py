@@ -10,7 +10,7 @@ import io
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import cast
 
@@ -72,9 +72,12 @@ class _WriteShard(beam.DoFn):
     def setup(self):
         self._shard_pool = ThreadPoolExecutor(_SHARDS_IN_FLIGHT, "shard")
         self._image_pool = ThreadPoolExecutor(_IMAGE_THREADS, "image")
+        self._in_flight: deque[Future[WrittenShard]] = deque()
 
     def start_bundle(self):
-        self._in_flight: deque[Future[WrittenShard]] = deque()
+        # A bundle that failed left its other shard behind, and now may be tried again: not two writers at once.
+        wait(self._in_flight)
+        self._in_flight.clear()
 
     def process(self, prediction: PredictionResult):
         while len(self._in_flight) >= _SHARDS_IN_FLIGHT or (self._in_flight and self._in_flight[0].done()):
@@ -196,7 +199,7 @@ def _reject_row(request: ImageRequest, result: ImageResult) -> dict[str, object]
     fields = {name: values[name] for name in FIELDS if values.get(name) is not None}
     record = PromptRecord(*place, request.prompt, fields, request.extra).as_input()
     reject = Reject(*place, "generate", str(result.reject_reason), record)
-    return {**reject.row(), "image_index": request.image_index, "key": request.key}
+    return {**dataclasses.asdict(reject), "image_index": request.image_index, "key": request.key}
 
 
 def _jsonl(rows: Iterable[dict[str, object]]) -> bytes:

@@ -23,6 +23,7 @@ from flax import nnx
 
 from benchmarks.scenes import scenes, tokenizer
 from model_handlers import checkpoint, samplers
+from model_handlers.program import COMPILER_OPTIONS
 from model_handlers.samplers import SchedulerConfig
 from model_handlers.stable_diffusion.text import CLIPTextModel, TextConfig
 from model_handlers.stable_diffusion.unet import UNet2DConditionModel, UNetConfig
@@ -217,7 +218,7 @@ def noise_loss(model: Denoiser, batch: dict[str, jax.Array], key: jax.Array) -> 
 def make_step(definition, loss, optimizer: optax.GradientTransformation):
     """The jitted training step; `loss` takes (network, batch, key)."""
 
-    @partial(jax.jit, donate_argnums=0)
+    @partial(jax.jit, donate_argnums=0, compiler_options=COMPILER_OPTIONS.get(jax.default_backend()))
     def step(state: TrainState, batch, key) -> tuple[TrainState, jax.Array]:
         value, gradients = jax.value_and_grad(lambda p: loss(nnx.merge(definition, p), batch, key))(state.params)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)

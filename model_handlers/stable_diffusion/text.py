@@ -133,7 +133,8 @@ class CLIPTextModel(nnx.Module):
         embedded = self.text_model.embeddings(ids)
         last, layers = self.text_model.encoder.layers(embedded)
         normed = self.text_model.final_layer_norm(last)
-        pooled = normed[jnp.arange(ids.shape[0]), self._end_of_text(ids)]
+        # Unlike an index by row numbers, this gather needs nothing of other rows, so no chip asks another for them.
+        pooled = jnp.take_along_axis(normed, self._end_of_text(ids)[:, None, None], axis=1)[:, 0]
         if self.text_projection is not None:
             pooled = self.text_projection(pooled)
         return jnp.concatenate([embedded[None], layers]), pooled

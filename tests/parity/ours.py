@@ -9,8 +9,10 @@ import numpy as np
 from flax import nnx
 
 from model_handlers.recipe import ImageRequest
+from model_handlers.samplers import SchedulerConfig, euler_schedule
 from model_handlers.stable_diffusion import model as sdxl
 from model_handlers.stable_diffusion.model import StableDiffusionXL
+from tests.parity import cases
 from tests.parity.cases import Case
 
 # Largest differences that the issue allows, all float32. Values of the first group are of order one; an image is in
@@ -21,21 +23,34 @@ LIMITS = {
     "image": 1e-4,
     "rounded": 1,
 }
+# Ours are float64; the reference's are float32 throughout, seven digits of timesteps up to 999 and sigmas up to 14.6.
+SAMPLER_LIMITS = {"timesteps": 4e-5, "sigmas": 1e-5, "init_noise_sigma": 1e-5}
 
 
 def outputs(root: Path, case: Case) -> dict[str, np.ndarray]:
     """Everything in LIMITS, channels last."""
     model = StableDiffusionXL.load(root, scheduler="EulerDiscreteScheduler", dtype="float32")
-    given = {
-        name: value.transpose(0, 2, 3, 1) if value.ndim == 4 else value for name, value in case.inputs.items()
-    }
+    given = {name: value.transpose(0, 2, 3, 1) if value.ndim == 4 else value for name, value in case.inputs.items()}
     return _networks(model, given) | _pictures(model, case, given["noise"])
+
+
+def sampler_tables(spacing: str) -> dict[str, np.ndarray]:
+    """The tables of every number of steps end to end, in the order of `cases.STEP_COUNTS`."""
+    config = SchedulerConfig(**cases.scheduler(timestep_spacing=spacing))
+    schedules = [euler_schedule(config, count) for count in cases.STEP_COUNTS]
+    return {
+        "timesteps": np.concatenate([schedule.timesteps for schedule in schedules]),
+        "sigmas": np.concatenate([schedule.sigmas for schedule in schedules]),
+        "init_noise_sigma": np.array([schedule.init_noise_sigma for schedule in schedules]),
+    }
 
 
 def _networks(model: StableDiffusionXL, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     @nnx.jit
     def run(networks, given):
-        step = networks.unet(*(given[f"step_{name}"] for name in ("latents", "timesteps", "text", "pooled", "time_ids")))
+        step = networks.unet(
+            *(given[f"step_{name}"] for name in ("latents", "timesteps", "text", "pooled", "time_ids"))
+        )
         mean, log_variance = networks.vae.encode(given["images"])
         decoded = networks.vae.decode(given["latents"])
         return {"step": step, "mean": mean, "log_variance": log_variance, "decoded": decoded}
@@ -70,9 +85,7 @@ def _pictures(model: StableDiffusionXL, case: Case, noise: np.ndarray) -> dict[s
             return noise * init_noise_sigma[:, None, None, None]
 
         original_embed_guidance, original_decode = sdxl.embed_guidance, sdxl.decode
-        with mock.patch.multiple(
-            sdxl, embed_guidance=embed_guidance, decode=decode, initial_latents=initial_latents
-        ):
+        with mock.patch.multiple(sdxl, embed_guidance=embed_guidance, decode=decode, initial_latents=initial_latents):
             rounded, finite = sdxl.generate(networks, inputs, num_loops, height=case.height, width=case.width)
         return kept | {"rounded": rounded, "finite": finite}
 

@@ -52,7 +52,8 @@ def test_a_broken_commit_stops_the_run_and_names_itself(data):
         parse_commit(f"out/{path_of(COMMIT.shard)}", data)
 
 
-def test_an_output_whose_name_is_a_pattern_is_not_taken_for_empty(tmp_path):
+def test_an_output_whose_name_is_a_pattern_is_only_itself(tmp_path):
     output = str(tmp_path / "run[1]*")
     storage.write_file(output, path_of(COMMIT.shard), COMMIT.to_json())
+    storage.write_file(f"{output}-other", path_of("e" * 20), b"")
     assert list(read_commits(output)) == [COMMIT]

@@ -113,7 +113,7 @@ def test_a_damaged_line_costs_one_record_and_says_why(tmp_path, line, reason):
     assert (before.prompt, after.prompt) == ("x", "y")
     assert reason in reject.reason and "\n" not in reject.reason
     assert (reject.position, reject.id, reject.stage) == (2, "a.jsonl:2", "read")
-    assert reject.row()["record"] == line[:MAX_RAW].decode("utf-8", "backslashreplace")
+    assert reject.record == line[:MAX_RAW].decode("utf-8", "backslashreplace")
 
 
 def test_an_endless_line_is_rejected_and_never_held_in_memory(tmp_path):
@@ -190,6 +190,8 @@ def test_what_is_wrong_with_a_whole_file_shows_before_the_run(tmp_path, name, da
 def test_named_columns_must_be_there(tmp_path):
     path = str(write(tmp_path / "a.csv", "prompt,n\na,1\n"))
     assert match_inputs([path], "prompt", "n")
+    (reject,) = rows(write(tmp_path / "a.jsonl", '{"prompt": "a"}'), id="n")
+    assert reject.reason == "no column 'n'"
     for columns in ({"prompt_column": "caption"}, {"id_column": "key"}):
         with pytest.raises(InputError, match="columns found: prompt, n"):
             match_inputs([path], **columns)

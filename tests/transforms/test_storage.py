@@ -17,6 +17,13 @@ def test_a_file_replaces_the_one_before_and_leaves_nothing_else(tmp_path):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "a/b.json"]
 
 
+def test_whoever_reads_the_old_file_meanwhile_keeps_it_whole(tmp_path):
+    storage.write_file(str(tmp_path), "a.json", b"old")
+    with (tmp_path / "a.json").open("rb") as reader:
+        storage.write_file(str(tmp_path), "a.json", b"new")
+        assert reader.read() == b"old"
+
+
 def test_a_full_disk_leaves_the_old_file_and_no_half_of_the_new_one(tmp_path, monkeypatch):
     storage.write_file(str(tmp_path), "a.json", b"old")
 

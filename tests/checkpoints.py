@@ -1,0 +1,81 @@
+"""Small checkpoints for tests: a case's configs, weights drawn from their names, tokenizers of the scenes' words."""
+
+import json
+from pathlib import Path
+
+from flax import nnx
+from safetensors.numpy import save_file
+
+from benchmarks.scenes.scenes import VOCABULARY
+from benchmarks.scenes.tokenizer import write_tokenizers
+from model_handlers import checkpoint
+from model_handlers.stable_diffusion.model import NETWORKS, Configs, Networks
+from tests.parity import cases
+from tests.parity.cases import Case, Picture
+
+# The smallest network that has every kind of part; width 32, pictures of 16 x 24 pixels.
+TINY = Case(
+    "tiny",
+    cases.text_encoder(32, 2, 2, "quick_gelu", cases.END_OF_TEXT, 32),
+    cases.text_encoder(32, 2, 2, "gelu", cases.END_OF_TEXT, 32),
+    cases.unet(
+        [32, 32],
+        [False, True],
+        text_width=64,
+        pooled_width=32,
+        transformer_layers_per_block=[1, 2],
+        attention_head_dim=[1, 2],
+        layers_per_block=1,
+        norm_num_groups=8,
+        use_linear_projection=True,
+    ),
+    cases.vae([16, 16], layers_per_block=1, norm_num_groups=8),
+    cases.scheduler(),
+    force_zeros_for_empty_prompt=True,
+    height=16,
+    width=24,
+    pictures=(Picture("a red circle"),),
+)
+PARTS = {
+    "text_encoder": ["transformers", "CLIPTextModel"],
+    "text_encoder_2": ["transformers", "CLIPTextModelWithProjection"],
+    "unet": ["diffusers", "UNet2DConditionModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+    "scheduler": ["diffusers", "EulerDiscreteScheduler"],
+    "tokenizer": ["transformers", "CLIPTokenizer"],
+    "tokenizer_2": ["transformers", "CLIPTokenizer"],
+}
+
+
+def write(case: Case, root: Path) -> Path:
+    """Writes a case's checkpoint in diffusers' layout, with files for the names and shapes that our networks have."""
+    write_tokenizers(root, VOCABULARY)
+    _write_json(
+        root / "model_index.json",
+        {
+            "_class_name": "StableDiffusionXLPipeline",
+            "force_zeros_for_empty_prompt": case.force_zeros_for_empty_prompt,
+            "feature_extractor": [None, None],
+            **PARTS,
+        },
+    )
+    _write_json(root / "scheduler/scheduler_config.json", {"_class_name": "EulerDiscreteScheduler", **case.scheduler})
+    for name in NETWORKS:
+        _write_json(root / name / "config.json", getattr(case, name))
+    networks = abstract_networks(root)
+    for name in NETWORKS:
+        shapes = checkpoint.tensor_shapes(getattr(networks, name))
+        stem = "model" if name.startswith("text_encoder") else "diffusion_pytorch_model"
+        tensors = {key: cases.weight(name, key, shape) for key, shape in shapes.items()}
+        save_file(tensors, root / name / f"{stem}.safetensors")
+    return root
+
+
+def abstract_networks(root: Path) -> Networks:
+    """The networks of a checkpoint's configs as shapes only, as `StableDiffusionXL.load` makes them."""
+    return nnx.eval_shape(lambda: Networks(Configs.read(root), nnx.Rngs(0), param_dtype="float32"))
+
+
+def _write_json(path: Path, value: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))

@@ -1,0 +1,28 @@
+"""Ours against numbers that diffusers once gave: the part of the parity suite that needs no torch."""
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import checkpoints
+from tests.parity import cases, ours
+
+GOLDEN = np.load(Path(cases.__file__).with_name("golden.npz"))
+CASES = {case.name: case for case in cases.CASES if case.name in cases.GOLDEN}
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """Our outputs by name of case; the checkpoints are written here, from weights that their names give."""
+    return functools.cache(
+        lambda name: ours.outputs(checkpoints.write(CASES[name], tmp_path_factory.mktemp(name)), CASES[name])
+    )
+
+
+@pytest.mark.parametrize("what", ours.LIMITS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_output_is_what_diffusers_gave(name, what, outputs):
+    mine = cases.subsample(outputs(name)[what]).astype(np.float64)
+    assert np.abs(mine - GOLDEN[f"{name} {what}"]).max() <= ours.LIMITS[what]

@@ -1,0 +1,41 @@
+"""Collects the largest differences of a live run and prints them as a table; `make parity` keeps it in docs/."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# The live comparison needs outputs of the reference, which `make parity` makes in an environment of its own.
+collect_ignore = [] if "LIGHTMILL_REFERENCE" in os.environ else ["test_parity.py"]
+
+HEADER = """\
+# Parity with diffusers
+
+Written by `make parity`. Largest absolute difference between Lightmill in JAX and diffusers on torch, both float32 on
+CPU, over the checkpoints of `tests/parity/cases.py`. `step`, `text`, `pooled` and the VAE's `mean`, `log_variance` and
+`decoded` are single evaluations; `image` is the picture in [0, 1] after up to 20 Euler steps with guidance, `rounded`
+the same in 8 bits. A sampler's difference is the reference's own rounding: its tables are float32, ours float64.
+
+"""
+ROWS = pytest.StashKey[list[tuple[str, str, float, float]]]()
+
+
+@pytest.fixture
+def record(request):
+    """Notes a row of the table: case, what was compared, the largest difference and its limit."""
+    rows = request.config.stash.setdefault(ROWS, [])
+    return lambda *row: rows.append(row)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    rows = config.stash.get(ROWS, [])
+    if not rows:
+        return
+    lines = ["| case | what | largest difference | limit |", "|---|---|---:|---:|"]
+    lines += [f"| {case} | {what} | {difference:.1e} | {limit:.0e} |" for case, what, difference, limit in rows]
+    table = "\n".join(lines) + "\n"
+    terminalreporter.write_sep("=", "largest differences from diffusers")
+    terminalreporter.write(table)
+    if path := os.environ.get("LIGHTMILL_PARITY_TABLE"):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(HEADER + table)

@@ -1,0 +1,64 @@
+"""Ours against diffusers, live: the same saved checkpoints, the same inputs, every number."""
+
+import functools
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.parity import cases, ours
+
+REFERENCE = Path(os.environ["LIGHTMILL_REFERENCE"])
+GOLDEN = Path(__file__).with_name("golden.npz")
+CASES = {case.name: case for case in cases.CASES}
+
+
+@functools.cache
+def both(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    return ours.outputs(REFERENCE / name, CASES[name]), dict(np.load(REFERENCE / f"{name}.npz"))
+
+
+@pytest.mark.parametrize("what", ours.LIMITS)
+@pytest.mark.parametrize("name", CASES)
+def test_ours_is_the_references(name, what, record):
+    mine, reference = (side[what] for side in both(name))
+    assert mine.shape == reference.shape
+    difference = np.abs(mine.astype(np.float64) - reference).max()
+    record(name, what, difference, ours.LIMITS[what])
+    assert difference <= ours.LIMITS[what]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pictures_of_a_case_differ_by_far_more_than_the_limit(name):
+    # Otherwise a prompt, a guidance scale or a size that is ignored on both sides would pass unnoticed.
+    images = both(name)[1]["image"]
+    gaps = [np.abs(one - other).max() for i, one in enumerate(images) for other in images[:i]]
+    assert min(gaps) > 1000 * ours.LIMITS["image"]
+
+
+@pytest.mark.parametrize("what", ours.SAMPLER_LIMITS)
+@pytest.mark.parametrize("spacing", cases.SPACINGS)
+def test_sampler_tables_are_the_references(spacing, what, record):
+    mine = ours.sampler_tables(spacing)[what]
+    reference = np.load(REFERENCE / "samplers.npz")[f"{spacing} {what}"]
+    difference = np.abs(mine - reference).max()
+    record(f"euler, {spacing}", what, difference, ours.SAMPLER_LIMITS[what])
+    assert difference <= ours.SAMPLER_LIMITS[what]
+
+
+def test_the_committed_arrays_are_still_what_the_reference_gives():
+    golden = np.load(GOLDEN)
+    for name in cases.GOLDEN:
+        for what, limit in ours.LIMITS.items():
+            now = cases.subsample(np.load(REFERENCE / f"{name}.npz")[what]).astype(np.float64)
+            # Another processor may add in another order, which is what the limits are for.
+            assert np.abs(now - golden[f"{name} {what}"]).max() <= limit, f"{name} {what}"
+    for name, table in np.load(REFERENCE / "samplers.npz").items():
+        np.testing.assert_allclose(table, golden[name], rtol=1e-6)
+
+
+def test_the_committed_names_of_sdxl_base_are_still_the_references():
+    real_width = json.loads(GOLDEN.with_name("real_width.json").read_text())
+    assert real_width == json.loads((REFERENCE / "real_width.json").read_text())
