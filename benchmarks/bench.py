@@ -71,7 +71,7 @@ def bench_job(images: int = 1000) -> None:
 
 def bench_reference(repeats: int = 5) -> None:
     """Our images/s over diffusers' on PyTorch, same checkpoint, batch and steps, both warm, on all cores."""
-    command = [PARITY_PYTHON, "-m", "benchmarks.diffusers_speed", fetch.checkpoint_folder(fetch.EMBEDDED)]
+    command = [str(PARITY_PYTHON), "-m", "benchmarks.diffusers_speed", str(fetch.checkpoint_folder(fetch.EMBEDDED))]
     ours, theirs = [], []
     for _ in range(2):  # in turns, because the machine's speed drifts
         ours += seconds_of_model(repeats)

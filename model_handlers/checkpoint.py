@@ -22,7 +22,16 @@ from safetensors.numpy import save_file
 from model_handlers.attention import Stack
 
 WEIGHTS = ("diffusion_pytorch_model", "model")  # diffusers' and transformers' names for a network's weights
-TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
+TOKENIZER_FILES = (
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+# Parts that many checkpoints name although they change no pixel: they prepare or judge pictures that are given.
+WITHOUT_EFFECT = ("feature_extractor", "image_processor", "safety_checker")
 
 
 class CheckpointError(ValueError):
@@ -65,15 +74,18 @@ def components(root: Path) -> list[str]:
     named = [name for name, value in index.items() if isinstance(value, list) and any(value)]
     if outside := [name for name in named if not re.fullmatch(r"\w+", name)]:
         raise CheckpointError(f"{root / 'model_index.json'}: {outside[0]!r} is not a folder name")
-    return sorted(named)
+    return sorted(set(named) - set(WITHOUT_EFFECT))
 
 
 def identity(root: Path, variant: str | None = None) -> str:
     """sha256 over the names and contents of all files that decide pixels; the same wherever the checkpoint lies."""
     total = hashlib.sha256()
     for path in [root / "model_index.json", *_deciding_files(root, variant)]:
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: no such file, but model_index.json names {path.parent.name}") from None
         total.update(f"{content}  {path.relative_to(root).as_posix()}\n".encode())
     return total.hexdigest()
 
@@ -218,15 +230,19 @@ def _match(net: nnx.Module, folder: Path, variant: str | None) -> tuple[list[_Sl
     slots = list(_slots(net))
     tensors = _Tensors(weight_files(folder, variant))
     renames = getattr(type(net), "RENAMES", ())
-    stored = {new: old for old in tensors.shapes if (new := _renamed(old, renames))}
-    _check_names(folder, slots, stored, tensors.shapes)
-    return slots, tensors, stored
+    named = [(new, old) for old in tensors.shapes if (new := _renamed(old, renames))]
+    _check_names(folder, slots, named, tensors.shapes)
+    return slots, tensors, dict(named)
 
 
-def _check_names(folder: Path, slots: list[_Slot], stored: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> None:
+def _check_names(
+    folder: Path, slots: list[_Slot], named: list[tuple[str, str]], shapes: dict[str, tuple[int, ...]]
+) -> None:
     wanted = {name: slot for slot in slots for name in slot.names}
+    stored = dict(named)
     missing = sorted(wanted.keys() - stored.keys())
-    unused = sorted(stored[name] for name in stored.keys() - wanted.keys())
+    # Of two tensors for one name, an old spelling and today's, neither is known to be the right one.
+    unused = sorted(old for new, old in named if new not in wanted or stored[new] != old)
     misshapen = sorted(
         f"{name} {shapes[stored[name]]}, not {slot.torch_shape}"
         for name, slot in wanted.items()

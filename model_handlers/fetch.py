@@ -70,7 +70,7 @@ def _from_gcs(source: str) -> Path:
                 # Only files directly in the folders that the checkpoint names: no object name leads elsewhere.
                 if re.fullmatch(rf"{folder}/[\w.-]+", name) and name.endswith(SUFFIXES):
                     _download(blob, root / name)
-    except (GoogleAPIError, GoogleAuthError) as error:
+    except (GoogleAPIError, GoogleAuthError, OSError) as error:  # the last: a broken connection, or a full disk
         raise CheckpointError(f"{source}: cannot be read ({str(error).splitlines()[0]})") from error
     return root
 
@@ -78,13 +78,14 @@ def _from_gcs(source: str) -> Path:
 def _download(blob: storage.Blob, path: Path) -> None:
     """Downloads an object unless this generation of it is here already; a file appears only when it is whole."""
     mark = path.with_name(f"{path.name}.generation")
-    if path.is_file() and mark.is_file() and mark.read_text() == str(blob.generation):
+    generation = str(blob.generation)  # the one that is downloaded; afterwards blob has what the answer's headers said
+    if path.is_file() and mark.is_file() and mark.read_text() == generation:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     blob.download_to_filename(partial)
     partial.replace(path)
-    mark.write_text(str(blob.generation))
+    mark.write_text(generation)
 
 
 def _client() -> storage.Client:

@@ -115,6 +115,8 @@ def load_programs(spec: ModelSpec) -> Programs:
         devices = jax.local_devices()
     except RuntimeError as error:
         raise RuntimeError(f"this worker has no usable {spec.device or 'device'} ({error})") from error
+    if spec.device and devices[0].platform != spec.device:  # JAX had started before and does not look again
+        raise RuntimeError(f"this worker has no usable {spec.device} (JAX runs on {devices[0].platform} already)")
     root = fetch.checkpoint_folder(spec.checkpoint, spec.variant)
     if (found := checkpoint.identity(root, spec.variant)) != spec.identity:
         raise checkpoint.CheckpointError(

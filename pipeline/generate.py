@@ -8,12 +8,13 @@ from apache_beam.ml.inference.base import ModelHandler, PredictionResult, RunInf
 
 from model_handlers.recipe import Recipe, Shard
 from transforms.counts import WriteCounts
+from transforms.formats import FOLDER_OF_PNG, OutputFormat
+from transforms.leftovers import clear_leftovers
 from transforms.read import ReadPrompts
 from transforms.rejects import WriteRejects, clear_input_rejects
 from transforms.requests import ExpandRequests
 from transforms.resume import SkipFinished
 from transforms.shards import GroupIntoShards
-from transforms.storage import clear_leftovers
 from transforms.write import WriteShard, WrittenShard
 
 
@@ -26,6 +27,7 @@ def build(
     model_handler: ModelHandler[Shard, PredictionResult, Any],
     batch_size: int,
     images_per_shard: int,
+    output_format: OutputFormat = FOLDER_OF_PNG,
     retry_rejected: bool = False,
     prompt_column: str | None = None,
     id_column: str | None = None,
@@ -38,6 +40,7 @@ def build(
       model_handler: takes shards in batches of exactly one, and gives PredictionResult(shard, list of ImageResult).
       batch_size: rows of the compiled program over all chips of a worker.
       images_per_shard: images that are committed together, a multiple of batch_size.
+      output_format: how pictures and metadata are stored.
       retry_rejected: whether to try again what the model rejected in an earlier run.
       prompt_column, id_column: columns of the input, if they are not called as usual.
 
@@ -49,7 +52,7 @@ def build(
     unfinished = expanded.requests | "SkipFinished" >> SkipFinished(output, retry_rejected)
     grouped = unfinished.requests | "GroupIntoShards" >> GroupIntoShards(batch_size, images_per_shard)
     predictions = grouped.shards | "RunInference" >> RunInference(model_handler)
-    written = predictions | "WriteShard" >> WriteShard(output, recipe)
+    written = predictions | "WriteShard" >> WriteShard(output, recipe, output_format)
 
     rejects = (read.rejects, expanded.rejects) | "Rejects" >> beam.Flatten()
     rejects | "WriteRejects" >> WriteRejects(output)

@@ -1,8 +1,5 @@
 """One run of `generate`: check everything that can be checked, build the graph, watch it, account for it."""
 
-import dataclasses
-import importlib.metadata
-import json
 import time
 from pathlib import Path
 
@@ -21,14 +18,15 @@ from model_handlers.recipe import Recipe
 from pipeline import report
 from pipeline.generate import build, prepare
 from pipeline.options import LOCAL_RUNNERS, GenerateOptions, UsageError
+from pipeline.output import open_output
 from pipeline.watch import watch
 from transforms import storage
-from transforms.commits import CommitError, list_commits
+from transforms.commits import CommitError
 from transforms.counts import AccountingError, Counts
+from transforms.formats import OutputFormat
 from transforms.read import InputError
 
 IMAGES_PER_SHARD = 64  # about 200 MB of pixels at 1024 x 1024, and some tens of seconds of work to lose
-PACKAGES = ("lightmill", "apache-beam", "flax", "jax", "jaxlib", "numpy", "pillow", "safetensors", "transformers")
 
 
 class JobError(RuntimeError):
@@ -45,16 +43,18 @@ def generate(options: GenerateOptions, beam_options: PipelineOptions) -> int:
     try:
         spec, recipe = _resolve_model(options, _local(beam_options))
         batch_size = spec.per_device_batch_size * _devices_per_worker(options, _local(beam_options))
-        fresh = _open_output(options.output, recipe)
+        output_format = OutputFormat(options.format, options.image_format, options.image_quality)
+        output = open_output(options.output, recipe, output_format, options.on_recipe_change)
         pipeline = beam.Pipeline(_runner(beam_options), beam_options)
         build(
             pipeline,
             patterns=options.input,
-            output=options.output,
+            output=output.path,
             recipe=recipe,
             model_handler=DiffusionModelHandler(spec),
             batch_size=batch_size,
             images_per_shard=_images_per_shard(options, batch_size),
+            output_format=output_format,
             retry_rejected=options.retry_rejected,
             prompt_column=options.prompt_column,
             id_column=options.id_column,
@@ -63,7 +63,7 @@ def generate(options: GenerateOptions, beam_options: PipelineOptions) -> int:
         raise UsageError(str(error)) from error
     started = time.monotonic()
     try:
-        prepare(options.output)
+        prepare(output.path)
         with watch():
             state = pipeline.run().wait_until_finish()
     except Exception as error:  # whatever failed, on whichever runner, the user gets one line
@@ -72,10 +72,10 @@ def generate(options: GenerateOptions, beam_options: PipelineOptions) -> int:
         raise JobError(f"the job ended as {state}; the same command goes on from the last finished shard")
     seconds = time.monotonic() - started
     try:
-        counts = report.write_report(options.output, {"seconds": round(seconds, 1)}, fresh)
+        summary = report.write_report(output.path, {"seconds": round(seconds, 1)}, output.fresh, output_format)
     except (AccountingError, CommitError, OSError) as error:
         raise JobError(str(error)) from error
-    return _conclude(options, counts, seconds)
+    return _conclude(options, output.path, Counts(**summary["counts"]), seconds)
 
 
 def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Recipe]:
@@ -148,32 +148,6 @@ def _images_per_shard(options: GenerateOptions, batch_size: int) -> int:
     return options.images_per_shard
 
 
-def _open_output(output: str, recipe: Recipe) -> bool:
-    """Writes recipe.json, or compares with the one that is there; returns whether the output was empty of shards.
-
-    Raises:
-      UsageError: the output cannot be written, or holds pictures of another recipe.
-    """
-    ours = dataclasses.asdict(recipe)
-    try:
-        if "recipe.json" in storage.list_files(output, ""):
-            theirs = json.loads(storage.read_file(storage.join(output, "recipe.json")))["recipe"]
-            if changed := [f"{k} was {theirs.get(k)!r} and is {ours[k]!r}" for k in ours if theirs.get(k) != ours[k]]:
-                raise UsageError(
-                    f"{output} holds pictures of another recipe ({'; '.join(changed)}); take another --output"
-                )
-        else:
-            content = {"recipe": ours, "versions": {name: importlib.metadata.version(name) for name in PACKAGES}}
-            storage.write_file(output, "recipe.json", json.dumps(content, indent=1).encode() + b"\n")
-        return next(iter(list_commits(output)), None) is None
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"{output}/recipe.json is not a recipe of this program ({error})") from error
-    except OSError as error:
-        raise UsageError(f"--output {output} cannot be written: {error}") from error
-
-
 def _local(options: PipelineOptions) -> bool:
     return (options.view_as(StandardOptions).runner or LOCAL_RUNNERS[0]).rpartition(".")[2] in LOCAL_RUNNERS
 
@@ -190,13 +164,13 @@ def _cause(error: Exception) -> str:
     return (lines[-1] if lines else type(error).__name__).split(" [while running")[0]
 
 
-def _conclude(options: GenerateOptions, counts: Counts, seconds: float) -> int:
+def _conclude(options: GenerateOptions, output: str, counts: Counts, seconds: float) -> int:
     rejected = counts.records_rejected + counts.rejected + counts.rejected_before
     total = counts.records_rejected + counts.images_requested
     print(
         f"{counts.records_read:,} records: {counts.written:,} images written in {seconds:,.1f} s, "
         f"{counts.finished_before:,} there before, {counts.duplicates:,} duplicates, {rejected:,} rejected; "
-        f"see {Path(options.output) / 'index.html' if storage.is_local(options.output) else options.output}"
+        f"see {Path(output) / 'index.html' if storage.is_local(output) else output}"
     )
     if options.checkpoint == fetch.EMBEDDED:
         print("Drawn by the built-in demonstration model; --checkpoint names a real one.")

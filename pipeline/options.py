@@ -10,6 +10,8 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 from model_handlers.fetch import EMBEDDED
 from model_handlers.recipe import MAX_SEED, MAX_SIDE, MAX_STEPS
+from transforms.formats import FORMATS
+from transforms.pictures import DEFAULT_QUALITY, IMAGE_FORMATS
 
 # Runners whose workers are this machine, and mostly this process.
 LOCAL_RUNNERS = ("FnApiRunner", "DirectRunner", "PrismRunner", "BundleBasedDirectRunner")
@@ -39,6 +41,10 @@ class GenerateOptions:
     id_column: str | None
     retry_rejected: bool
     max_reject_fraction: float
+    format: str
+    image_format: str
+    image_quality: int | None
+    on_recipe_change: str
     checkpoint: str
     variant: str | None
     scheduler: str | None
@@ -61,8 +67,28 @@ class GenerateOptions:
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `generate`; every one becomes a field of `GenerateOptions`."""
     files = parser.add_argument_group("input and output")
-    files.add_argument("--input", nargs="+", required=True, metavar="FILE", help="jsonl, csv or txt; globs, .gz, gs://")
+    files.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="jsonl, json, csv, tsv, parquet or txt, also .gz, .bz2, .xz, .zst; globs and gs://; or a folder of .txt "
+        "files, each one prompt with its name as id",
+    )
     files.add_argument("--output", required=True, metavar="DIR", help="folder or gs://bucket/folder; resumed if begun")
+    files.add_argument(
+        "--format", choices=tuple(FORMATS), default="folder", help="a file an image, or a tar or a table a shard"
+    )
+    files.add_argument("--image_format", choices=tuple(IMAGE_FORMATS), default="png", help="default png")
+    files.add_argument(
+        "--image_quality", type=_percent, metavar="Q", help=f"of jpeg and webp, 1 to 100 (default {DEFAULT_QUALITY})"
+    )
+    files.add_argument(
+        "--on_recipe_change",
+        choices=("refuse", "new"),
+        default="refuse",
+        help="if DIR holds pictures of another recipe: refuse (default), or a new folder, DIR/recipes/<hash>",
+    )
     files.add_argument("--prompt_column", metavar="NAME", help="default: prompt, caption, text or prompt_en")
     files.add_argument("--id_column", metavar="NAME", help="default: id; without one, FILE:ROW is the record's id")
     files.add_argument("--retry_rejected", action="store_true", help="try again what the model rejected before")
@@ -136,6 +162,10 @@ def beam_options(arguments: Sequence[str], own_flags: Sequence[str]) -> Pipeline
 
 def _positive(text: str) -> int:
     return _whole(text, 1, 10**6)
+
+
+def _percent(text: str) -> int:
+    return _whole(text, 1, 100)
 
 
 def _side(text: str) -> int:

@@ -1,16 +1,16 @@
-"""The report of a run: its counts, checked against the commit records on disk, and a page of pictures."""
+"""The report of a run: its counts, checked against the commit records on disk, and what a person looks at first."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from html import escape
+from typing import Any
 
+from pipeline import gallery
 from transforms import rejects, storage
 from transforms.commits import read_commits
 from transforms.counts import AccountingError, Counts, read_counts
+from transforms.formats import FOLDER_OF_PNG, FORMATS, OutputFormat
 from transforms.metadata import dataset_card
-
-MAX_PICTURES = 200
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,13 @@ class Inventory:
     rejected: int
 
 
-def write_report(output: str, run: Mapping[str, object] | None = None, fresh: bool = False) -> Counts:
-    """Reconciles the last run and writes summary.json, index.html and README.md; returns the counts.
+def write_report(
+    output: str,
+    run: Mapping[str, object] | None = None,
+    fresh: bool = False,
+    output_format: OutputFormat = FOLDER_OF_PNG,
+) -> dict[str, Any]:
+    """Reconciles the last run and writes summary.json, index.html and README.md; returns the summary.
 
     Args:
       run: what the caller knows of the run, such as seconds or the kind of device, for the summary.
@@ -37,11 +42,13 @@ def write_report(output: str, run: Mapping[str, object] | None = None, fresh: bo
     counts = read_counts(output)
     inventory = take_inventory(output)
     reconcile(counts, inventory, fresh)
-    summary: dict[str, object] = {"counts": asdict(counts), "output": asdict(inventory), "run": dict(run or {})}
+    summary: dict[str, Any] = {"counts": asdict(counts), "output": asdict(inventory), "run": dict(run or {})}
     storage.write_file(output, "summary.json", json.dumps(summary, indent=1).encode() + b"\n")
-    storage.write_file(output, "index.html", _page(counts, inventory, sample_rows(output, inventory.images)).encode())
-    storage.write_file(output, "README.md", dataset_card().encode())
-    return counts
+    figures = {**asdict(counts), **{f"{name}_in_output": value for name, value in asdict(inventory).items()}}
+    pictures = gallery.sample(output, output_format, inventory.images)
+    storage.write_file(output, "index.html", gallery.page(figures, inventory.images, pictures).encode())
+    storage.write_file(output, "README.md", dataset_card(FORMATS[output_format.format].data_files).encode())
+    return summary
 
 
 def take_inventory(output: str) -> Inventory:
@@ -94,58 +101,3 @@ def reconcile(counts: Counts, inventory: Inventory, fresh: bool = False) -> None
     failed = counts.rejected + counts.rejected_before
     if inventory.rejected < failed or (fresh and inventory.rejected != failed):
         raise AccountingError(f"the commit records hold {inventory.rejected} rejects where the run counted {failed}")
-
-
-def sample_rows(output: str, images: int, limit: int = MAX_PICTURES) -> Iterator[tuple[str, dict]]:
-    """(folder, metadata row) of at most `limit` images, evenly spread over the shards in the order of their names."""
-    wanted = {place * images // limit for place in range(limit)} if images > limit else set(range(images))
-    first = 0
-    for commit in read_commits(output):
-        keys = {image.key for place, image in enumerate(commit.images, first) if place in wanted}
-        first += len(commit.images)
-        if keys:
-            folder = f"images/{commit.shard}"
-            lines = storage.read_file(storage.join(output, f"{folder}/metadata.jsonl")).decode().split("\n")
-            rows = (json.loads(line) for line in lines if line)
-            yield from ((folder, row) for row in rows if row["key"] in keys)
-
-
-_STYLE = """
-:root { color-scheme: light dark; font: 15px/1.4 system-ui, sans-serif }
-body { margin: 1rem auto; max-width: 75rem; padding: 0 1rem }
-table { border-collapse: collapse } td { padding: 0 1rem 0 0 } td + td { text-align: right }
-main { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); margin-top: 1rem }
-figure { margin: 0; overflow-wrap: anywhere } img { width: 100%; height: auto }
-figcaption { font-size: 85%; max-height: 7em; overflow: auto } small { opacity: .7 }
-"""
-
-
-def _page(counts: Counts, inventory: Inventory, rows: Iterator[tuple[str, dict]]) -> str:
-    """One page without scripts. Prompts come from strangers: all text is escaped, and no address is made of it."""
-    # Should an escape ever be forgotten, the browser still runs nothing and fetches nothing from elsewhere.
-    policy = "default-src 'none'; img-src 'self' file: data:; style-src 'unsafe-inline'"
-    table = "".join(
-        f"<tr><td>{escape(name.replace('_', ' '))}</td><td>{value:,}</td></tr>\n"
-        for name, value in (*asdict(counts).items(), *((f"{k}_in_output", v) for k, v in asdict(inventory).items()))
-    )
-    figures = "".join(
-        f'<figure><a href="{path}"><img src="{path}" loading="lazy" alt="" width="{width:d}" height="{height:d}"></a>'
-        f"<figcaption>{prompt}<br><small>seed {seed:d}</small></figcaption></figure>\n"
-        for path, prompt, width, height, seed in (
-            (
-                escape(f"{folder}/{row['file_name']}"),
-                escape(row["prompt"][:1000]),
-                row["width"],
-                row["height"],
-                row["seed"],
-            )
-            for folder, row in rows
-        )
-    )
-    return (
-        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n'
-        '<meta name="viewport" content="width=device-width">\n'
-        f"<title>{inventory.images:,} images</title>\n<style>{_STYLE}</style>\n"
-        f"<h1>{inventory.images:,} images</h1>\n<table>\n{table}</table>\n<main>\n{figures}</main>\n</html>\n"
-    )

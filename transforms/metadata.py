@@ -1,4 +1,4 @@
-"""What is said about an image: its row in metadata.jsonl, and the recipe inside its file.
+"""What is said about an image: its row of metadata, and the recipe inside its file.
 
 The row's columns are declared once, here, and every row has all of them with the same types. Readers such as Hugging
 Face `datasets` take the types from the first file that they meet: a column that is null there and text in the next
@@ -9,8 +9,6 @@ import dataclasses
 import json
 
 from model_handlers.recipe import ImageRequest, ImageResult, Recipe
-
-PNG_KEYWORD = "lightmill"
 
 # Column: type, by the names of Hugging Face features.
 SCHEMA: dict[str, str] = {
@@ -41,7 +39,7 @@ SCHEMA: dict[str, str] = {
 
 
 def row(request: ImageRequest, result: ImageResult, recipe: Recipe, file_name: str, sha256: str) -> dict[str, object]:
-    """The columns of `SCHEMA` for one image, in that order; `file_name` is relative to metadata.jsonl."""
+    """The columns of `SCHEMA` for one image, in that order; `file_name` is relative to the row's own file."""
     known = {
         **dataclasses.asdict(request),
         "file_name": file_name,
@@ -56,18 +54,28 @@ def row(request: ImageRequest, result: ImageResult, recipe: Recipe, file_name: s
     return {name: known[name] for name in SCHEMA}
 
 
-def png_text(request: ImageRequest, recipe: Recipe) -> str:
-    """All that decides the picture, as JSON: from this and the checkpoint it can be made again."""
+def recipe_text(request: ImageRequest, recipe: Recipe, limit: int | None = None) -> str:
+    """All that decides the picture, as JSON: from this and the checkpoint it can be made again.
+
+    Texts that would make it longer than `limit` characters, which not every image format can hold, are left out.
+    """
     about_the_record = ("id", "image_index", "source", "position", "extra")
     fields = {name: value for name, value in dataclasses.asdict(request).items() if name not in about_the_record}
-    return json.dumps({**fields, **recipe.of_model()}, sort_keys=True)
+    text = json.dumps({**fields, **recipe.of_model()}, sort_keys=True)
+    if limit and len(text) > limit:
+        fields = {name: value for name, value in fields.items() if name not in ("prompt", "negative_prompt")}
+        text = json.dumps({**fields, **recipe.of_model()}, sort_keys=True)
+    return text
 
 
-def dataset_card() -> str:
-    """A README.md for the output, by which `datasets.load_dataset(OUT)` finds the images among the other files."""
+def dataset_card(data_files: str) -> str:
+    """A README.md for the output, by which `datasets.load_dataset(OUT)` finds the images among the other files.
+
+    Args:
+      data_files: a line of YAML that says where they are.
+    """
     columns = "".join(f"| {name} | {kind} |\n" for name, kind in SCHEMA.items())
     return (
-        "---\nconfigs:\n- config_name: default\n  data_dir: images\n---\n\n"
-        "One row an image, in `images/<shard>/metadata.jsonl`:\n\n"
-        f"| column | type |\n|---|---|\n{columns}"
+        f"---\nconfigs:\n- config_name: default\n  {data_files}\n---\n\n"
+        f"One row an image:\n\n| column | type |\n|---|---|\n{columns}"
     )

@@ -3,8 +3,8 @@
 import apache_beam as beam
 
 from model_handlers.recipe import ImageRequest
-from transforms import progress, storage
-from transforms.commits import list_commits, parse_commit
+from transforms import progress
+from transforms.commits import list_commits, read_commit
 
 _WRITTEN, _REJECTED = "written", "rejected"
 
@@ -38,7 +38,7 @@ class SkipFinished(beam.PTransform):
 
 
 def _keys(path: str):
-    commit = parse_commit(path, storage.read_file(path))
+    commit = read_commit(path)
     yield from ((image.key, _WRITTEN) for image in commit.images)
     yield from ((reject.key, _REJECTED) for reject in commit.rejected)
 

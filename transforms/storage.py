@@ -6,7 +6,6 @@ rename at all, so the same design works on every object store.
 
 import os
 import re
-import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -17,8 +16,6 @@ from apache_beam.io.filesystem import CompressionTypes
 from apache_beam.io.filesystems import FileSystems
 
 TEMPORARY = ".tmp"
-_SHARD = re.compile(r"[0-9a-f]{20}")
-_FILE_OF_SHARD = re.compile(r"[0-9a-f]{32}\.png|metadata\.jsonl")
 # What Cloud Storage answers when it wants the same request again a little later.
 _TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
 _ATTEMPTS = 5
@@ -114,6 +111,19 @@ def list_files(output: str, folder: str) -> Iterator[str]:
     yield from sorted(metadata.path.rsplit("/", 1)[1] for metadata in match.metadata_list)
 
 
+def list_folders(output: str, folder: str) -> Iterator[str]:
+    """Names, sorted, of the folders that lie directly in a folder of the output."""
+    path = join(output, folder)
+    if is_local(output):
+        if Path(path).is_dir():
+            with os.scandir(path) as entries:
+                yield from sorted(entry.name for entry in entries if entry.is_dir())
+        return
+    (match,) = FileSystems.match([re.sub(r"[\[*?]", r"[\g<0>]", path) + "/**"])
+    below = (metadata.path.removeprefix(path).lstrip("/") for metadata in match.metadata_list)
+    yield from sorted({name.split("/")[0] for name in below if "/" in name})
+
+
 def delete_files(output: str, names: list[str]) -> None:
     """Deletes files, named relative to the output; one that is gone already is no error."""
     if is_local(output):
@@ -123,25 +133,3 @@ def delete_files(output: str, names: list[str]) -> None:
         # An object that another worker deleted first is as gone as we want it.
         with suppress(FileNotFoundError):
             FileSystems.delete([join(output, name) for name in names])
-
-
-def clear_leftovers(output: str) -> None:
-    """Removes what a killed run left in a local output: temporary files, and pictures of shards that do not count.
-
-    To be called while nothing writes there. On Cloud Storage there are no temporary files, and listing every picture
-    would cost more than the leftovers: a resumed run writes over them.
-    """
-    if not is_local(output):
-        return
-    shutil.rmtree(join(output, TEMPORARY), ignore_errors=True)
-    for shard in Path(output, "images").glob("*/"):
-        if _SHARD.fullmatch(shard.name) and not Path(output, "commits", f"{shard.name}.json").exists():
-            # By their names only: this may be a folder in which a person keeps pictures too.
-            for file in shard.iterdir():
-                if _FILE_OF_SHARD.fullmatch(file.name):
-                    file.unlink()
-            with suppress(OSError):
-                shard.rmdir()
-    for file in Path(output, "rejects").glob("*.jsonl"):
-        if _SHARD.fullmatch(file.stem) and not Path(output, "commits", f"{file.stem}.json").exists():
-            file.unlink()

@@ -6,10 +6,8 @@ killed anywhere leaves a shard that does not count yet and is written over by th
 
 import dataclasses
 import hashlib
-import io
-import json
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import cast
@@ -19,19 +17,18 @@ import numpy as np
 from apache_beam.ml.inference.base import PredictionResult
 from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.windowed_value import WindowedValue
-from PIL import Image, PngImagePlugin
 
 from model_handlers.recipe import ImageRequest, ImageResult, Recipe, Shard
 from transforms import commits, metadata, progress, rejects, storage
 from transforms.commits import Commit, CommittedImage, CommittedReject
+from transforms.formats import FOLDER_OF_PNG, FORMATS, OutputFormat, jsonl
+from transforms.pictures import IMAGE_FORMATS
 from transforms.records import FIELDS, PromptRecord, Reject
 
 # Shards that wait for encoding and writing while the device makes the next one. Each holds its images in memory.
 _SHARDS_IN_FLIGHT = 2
-# PNG encoding releases the GIL and uploads wait for the network, so more threads than shards.
+# Encoding releases the GIL and uploads wait for the network, so more threads than shards.
 _IMAGE_THREADS = 8
-# Part of the contract: another level gives other bytes for the same picture.
-_PNG_LEVEL = 6
 
 
 @dataclass(frozen=True)
@@ -50,13 +47,12 @@ class WriteShard(beam.PTransform):
     Takes PredictionResult(example=Shard, inference=list of ImageResult).
     """
 
-    def __init__(self, output: str, recipe: Recipe):
+    def __init__(self, output: str, recipe: Recipe, output_format: OutputFormat):
         super().__init__()
-        self._output = output
-        self._recipe = recipe
+        self._write = _WriteShard(output, recipe, output_format)
 
     def expand(self, predictions):
-        return predictions | beam.ParDo(_WriteShard(self._output, self._recipe))
+        return predictions | beam.ParDo(self._write)
 
 
 class _WriteShard(beam.DoFn):
@@ -65,9 +61,10 @@ class _WriteShard(beam.DoFn):
     An error in a thread is raised by the next `process` or by `finish_bundle`: the bundle fails, as it should.
     """
 
-    def __init__(self, output: str, recipe: Recipe):
+    def __init__(self, output: str, recipe: Recipe, output_format: OutputFormat):
         self._output = output
         self._recipe = recipe
+        self._format = output_format
 
     def setup(self):
         self._shard_pool = ThreadPoolExecutor(_SHARDS_IN_FLIGHT, "shard")
@@ -89,6 +86,7 @@ class _WriteShard(beam.DoFn):
                 self._recipe,
                 cast(Shard, prediction.example),
                 cast(Sequence[ImageResult], prediction.inference),
+                self._format,
                 self._image_pool.map,
             )
         )
@@ -104,7 +102,12 @@ class _WriteShard(beam.DoFn):
 
 
 def write_shard(
-    output: str, recipe: Recipe, shard: Shard, results: Sequence[ImageResult], run_all: Callable = map
+    output: str,
+    recipe: Recipe,
+    shard: Shard,
+    results: Sequence[ImageResult],
+    output_format: OutputFormat = FOLDER_OF_PNG,
+    run_all: Callable = map,
 ) -> WrittenShard:
     """Writes and commits one shard. Written twice, also by two workers at once, it has the same bytes.
 
@@ -118,27 +121,30 @@ def write_shard(
     pairs = _match(shard, results)
     made = [(request, result) for request, result in pairs if result.image is not None]
     failed = [(request, result) for request, result in pairs if result.image is None]
-    folder = f"images/{shard.name}"
+    image_format = IMAGE_FORMATS[output_format.image_format]
+    writer = FORMATS[output_format.format].writer(output, shard.name)
 
     def write_image(pair: tuple[ImageRequest, ImageResult]) -> tuple[str, int]:
         request, result = pair
         assert result.image is not None
-        data = encode_png(result.image, metadata.png_text(request, recipe))
-        storage.write_file(output, f"{folder}/{request.key}.png", data)
+        text = metadata.recipe_text(request, recipe, image_format.max_text)
+        data = image_format.encode(result.image, text, output_format.quality)
+        writer.add(request.key + image_format.suffix, data)
         return hashlib.sha256(data).hexdigest(), len(data)
 
     files = list(run_all(write_image, made))
-    if made:
-        rows = (
-            metadata.row(request, result, recipe, f"{request.key}.png", sha256)
+    writer.close(
+        [
+            metadata.row(request, result, recipe, request.key + image_format.suffix, sha256)
             for (request, result), (sha256, _) in zip(made, files, strict=True)
-        )
-        storage.write_file(output, f"{folder}/metadata.jsonl", _jsonl(rows))
+        ]
+    )
     if failed:
-        storage.write_file(output, rejects.path_of(shard.name), _jsonl(_reject_row(*pair) for pair in failed))
-    _remove_leftovers(output, shard, {request.key for request, _ in made}, bool(failed))
-    for changed in (folder, "images", rejects.FOLDER):
-        storage.make_durable(output, changed)
+        storage.write_file(output, rejects.path_of(shard.name), jsonl(_reject_row(*pair) for pair in failed))
+    else:
+        # Of an earlier, unfinished attempt at this shard.
+        storage.delete_files(output, [rejects.path_of(shard.name)])
+    storage.make_durable(output, rejects.FOLDER)
     commit = Commit(
         shard=shard.name,
         images=tuple(
@@ -150,15 +156,6 @@ def write_shard(
     storage.make_durable(output, commits.FOLDER)
     progress.add(done=len(made), rejected=len(failed))
     return WrittenShard(shard.name, len(made), len(failed), sum(result.truncated for _, result in made))
-
-
-def encode_png(image: np.ndarray, text: str) -> bytes:
-    """A PNG of an RGB image (height, width, 3) with the recipe in a text chunk; the same input gives the same bytes."""
-    info = PngImagePlugin.PngInfo()
-    info.add_text(metadata.PNG_KEYWORD, text)
-    file = io.BytesIO()
-    Image.fromarray(image).save(file, "PNG", pnginfo=info, compress_level=_PNG_LEVEL)
-    return file.getvalue()
 
 
 def _match(shard: Shard, results: Sequence[ImageResult]) -> list[tuple[ImageRequest, ImageResult]]:
@@ -183,16 +180,6 @@ def _match(shard: Shard, results: Sequence[ImageResult]) -> list[tuple[ImageRequ
     return pairs
 
 
-def _remove_leftovers(output: str, shard: Shard, made: set[str], has_rejects: bool) -> None:
-    """Removes files of an earlier, unfinished attempt at this shard in which another of its requests failed."""
-    folder = f"images/{shard.name}"
-    expected = {f"{key}.png" for key in made} | ({"metadata.jsonl"} if made else set())
-    stale = [f"{folder}/{name}" for name in storage.list_files(output, folder) if name not in expected]
-    if not has_rejects:
-        stale.append(rejects.path_of(shard.name))
-    storage.delete_files(output, stale)
-
-
 def _reject_row(request: ImageRequest, result: ImageResult) -> dict[str, object]:
     place = (request.source, request.position, request.id)
     values = dataclasses.asdict(request)
@@ -200,7 +187,3 @@ def _reject_row(request: ImageRequest, result: ImageResult) -> dict[str, object]
     record = PromptRecord(*place, request.prompt, fields, request.extra).as_input()
     reject = Reject(*place, "generate", str(result.reject_reason), record)
     return {**dataclasses.asdict(reject), "image_index": request.image_index, "key": request.key}
-
-
-def _jsonl(rows: Iterable[dict[str, object]]) -> bytes:
-    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()

@@ -17,6 +17,23 @@ class GroupNorm(nnx.GroupNorm):
         super().__init__(channels, num_groups=groups, epsilon=epsilon, use_fast_variance=False, rngs=rngs, **dtypes)
 
 
+class NarrowConv(nnx.Conv):
+    """A 3 x 3 convolution to a handful of channels, computed as one to eight.
+
+    To fewer than eight XLA on CPU, which calls Eigen's contraction, divides the sum over a position's inputs among its
+    threads, and the last bits of a picture would depend on their number: on the machine's cores, and on how many
+    virtual devices there are. A TPU pads channels to 128 in any case.
+    """
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(B, H, W, in_features) to (B, H, W, out_features)."""
+        spare = max(0, 8 - self.out_features)
+        kernel, bias = jnp.pad(self.kernel[...], [(0, 0)] * 3 + [(0, spare)]), jnp.pad(self.bias[...], (0, spare))
+        x, kernel, bias = self.promote_dtype((x, kernel, bias), dtype=self.dtype)
+        y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return (y + bias)[..., : self.out_features]
+
+
 class ResnetBlock(nnx.Module):
     """Two normed convolutions around a skip; the time embedding, if any, is added between them."""
 

@@ -15,7 +15,7 @@ from flax import nnx
 
 from model_handlers.attention import Stack, attention
 from model_handlers.config import Config
-from model_handlers.stable_diffusion.blocks import Downsample, GroupNorm, ResnetBlock, Upsample
+from model_handlers.stable_diffusion.blocks import Downsample, GroupNorm, NarrowConv, ResnetBlock, Upsample
 
 TRANSFORMER_NORM_EPSILON = 1e-6  # diffusers' Transformer2DModel ignores norm_eps
 HAS_ATTENTION = {
@@ -295,7 +295,7 @@ class UNet2DConditionModel(nnx.Module):
         self.mid_block = MidBlock(config, rngs=rngs, **dtypes)
         self.up_blocks = nnx.List([UpLevel(i, config, rngs=rngs, **dtypes) for i in levels])
         self.conv_norm_out = GroupNorm(widths[0], config.norm_num_groups, config.norm_eps, rngs=rngs, **dtypes)
-        self.conv_out = nnx.Conv(widths[0], config.out_channels, (3, 3), rngs=rngs, **dtypes)
+        self.conv_out = NarrowConv(widths[0], config.out_channels, (3, 3), rngs=rngs, **dtypes)
 
     def __call__(
         self,

@@ -12,7 +12,7 @@ from flax import nnx
 
 from model_handlers.attention import attention
 from model_handlers.config import Config
-from model_handlers.stable_diffusion.blocks import Downsample, GroupNorm, ResnetBlock, Upsample
+from model_handlers.stable_diffusion.blocks import Downsample, GroupNorm, NarrowConv, ResnetBlock, Upsample
 
 EPSILON = 1e-6  # of every norm in the VAE; the UNet's resnets have 1e-5
 
@@ -124,7 +124,7 @@ class Encoder(nnx.Module):
         )
         self.mid_block = MidBlock(widths[-1], config, rngs=rngs, **dtypes)
         self.conv_norm_out = GroupNorm(widths[-1], config.norm_num_groups, EPSILON, rngs=rngs, **dtypes)
-        self.conv_out = nnx.Conv(widths[-1], 2 * config.latent_channels, (3, 3), rngs=rngs, **dtypes)
+        self.conv_out = NarrowConv(widths[-1], 2 * config.latent_channels, (3, 3), rngs=rngs, **dtypes)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.conv_in(x)
@@ -145,7 +145,7 @@ class Decoder(nnx.Module):
             ]
         )
         self.conv_norm_out = GroupNorm(widths[-1], config.norm_num_groups, EPSILON, rngs=rngs, **dtypes)
-        self.conv_out = nnx.Conv(widths[-1], config.out_channels, (3, 3), rngs=rngs, **dtypes)
+        self.conv_out = NarrowConv(widths[-1], config.out_channels, (3, 3), rngs=rngs, **dtypes)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.mid_block(self.conv_in(x))

@@ -26,3 +26,9 @@ def outputs(tmp_path_factory):
 def test_every_output_is_what_diffusers_gave(name, what, outputs):
     mine = cases.subsample(outputs(name)[what]).astype(np.float64)
     assert np.abs(mine - GOLDEN[f"{name} {what}"]).max() <= ours.LIMITS[what]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pictures_are_rounded_to_the_nearest(name, outputs):
+    mine = cases.subsample(outputs(name)["rounded"])
+    assert np.mean(mine != GOLDEN[f"{name} rounded"]) <= ours.SHARE_ROUNDED_APART

@@ -78,7 +78,7 @@ class Case:
 
 
 def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Standard normal float32 numbers that depend on the name only; RandomState's stream is frozen for good (NEP 19)."""
+    """Standard normal float32 numbers that depend on the name only; RandomState's stream is frozen (NEP 19)."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
     return np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
 
@@ -334,7 +334,7 @@ SDXL_BASE = {
 
 
 def subsample(value: np.ndarray, limit: int = 3000) -> np.ndarray:
-    """At most `limit` numbers from all over an array; the stride shares no factor with its size, so no axis is skipped."""
+    """At most `limit` numbers from all over an array; the stride shares no factor with its size, so skips no axis."""
     stride = math.ceil(value.size / limit)
     while math.gcd(stride, value.size) > 1:
         stride += 1

@@ -31,6 +31,12 @@ def test_ours_is_the_references(name, what, record):
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_pictures_are_rounded_to_the_nearest(name):
+    mine, reference = (side["rounded"] for side in both(name))
+    assert np.mean(mine != reference) <= ours.SHARE_ROUNDED_APART
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_pictures_of_a_case_differ_by_far_more_than_the_limit(name):
     # Otherwise a prompt, a guidance scale or a size that is ignored on both sides would pass unnoticed.
     images = both(name)[1]["image"]

@@ -57,6 +57,8 @@ def test_inputs_in_a_bucket_are_found_by_name_and_by_pattern(bucket):
     assert match_inputs([path]) == [InputFile(path, "a.csv.gz")]
     assert match_inputs([f"{bucket}/in/**"]) == match_inputs([f"{bucket}/in/*/*"]) == [InputFile(path, "d/a.csv.gz")]
     assert match_inputs([f"{bucket}/in/d/*"]) == [InputFile(path, "a.csv.gz")]
+    storage.write_file(bucket, "in/t[1]/x.txt", b"a cat\n")
+    assert match_inputs([f"{bucket}/in/t[1]/"]) == [InputFile(f"{bucket}/in/t[1]/x.txt", "x.txt", whole=True)]
     for pattern in ("in/no.txt", "in/no*.txt"):
         with pytest.raises(InputError, match=r"no such file|matches no file"):
             match_inputs([f"{bucket}/{pattern}"])

@@ -5,9 +5,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from pipeline.report import Inventory, reconcile, sample_rows, take_inventory, write_report
+from pipeline.gallery import sample
+from pipeline.report import Inventory, reconcile, take_inventory, write_report
 from tests.fakes import run, write_jsonl
 from transforms.counts import AccountingError, Counts
+from transforms.formats import OutputFormat
 
 COUNTS = Counts(records_read=4, records_expanded=4, images_requested=4, finished_before=1, written=2, rejected=1)
 
@@ -66,9 +68,9 @@ def test_a_sample_is_spread_over_all_shards(tmp_path):
     run(write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"p{number}"} for number in range(40)]), tmp_path / "out")
     images = take_inventory(str(tmp_path / "out")).images
     assert images == 40
-    sampled = list(sample_rows(str(tmp_path / "out"), images, limit=10))
-    assert len(sampled) == 10 and len({folder for folder, _ in sampled}) == 10
-    assert len(list(sample_rows(str(tmp_path / "out"), images, limit=100))) == 40
+    sampled = list(sample(str(tmp_path / "out"), OutputFormat(), images, limit=10))
+    assert len(sampled) == 10 and len({address.split("/")[1] for address, _ in sampled}) == 10
+    assert len(list(sample(str(tmp_path / "out"), OutputFormat(), images, limit=100))) == 40
 
 
 def test_an_empty_run_has_a_report(tmp_path):

@@ -1,15 +1,18 @@
 """Files of prompts as people really have them."""
 
 import bz2
+import datetime
 import gzip
 import json
 import tracemalloc
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
-from transforms import read
+from transforms import rows as ground
 from transforms.read import Columns, InputError, InputFile, match_inputs, read_file
 from transforms.records import MAX_RAW, PromptRecord
 
@@ -87,7 +90,7 @@ def test_damaged_rows_of_a_table_are_rejected_one_by_one(tmp_path):
     assert found[0] == "ok" and found[4] == "short" and found[6] == "last"
     assert found[1].startswith("3 cells in a table of 2 columns")
     assert found[2].startswith("not CSV")
-    assert found[3] == "not UTF-8: byte 0xff at place 1 of the line"
+    assert found[3] == "not UTF-8: byte 0xff at place 1"
     assert "U+0000" in found[5]
     assert found[7].startswith("not CSV: unexpected end of data")
     assert [row.position for row in rows(path)] == list(range(1, 9))
@@ -152,7 +155,137 @@ def test_relative_patterns_and_brackets_in_names_are_found(tmp_path, monkeypatch
     assert [file.source for file in match_inputs(["*.txt"])] == ["p[1].txt"]
 
 
+@pytest.mark.parametrize("space", ["", " ", "\n", "\r\n    "])
+def test_an_array_of_objects_is_read_element_by_element(tmp_path, space):
+    records = [{"id": "x", "caption": 'a "red" [cat], {sitting}\\', "n": [1, {"m": "]"}]}, {"id": 2, "caption": "ü"}]
+    text = (
+        f"[{space}"
+        + f",{space}".join(json.dumps(record, ensure_ascii=False) for record in records)
+        + f"{space}]{space}"
+    )
+    first, second = rows(write(tmp_path / "a.json", "\ufeff" + text))
+    assert (first.id, first.prompt, first.position) == ("x", 'a "red" [cat], {sitting}\\', 1)
+    assert (second.id, second.prompt, second.position) == ("2", "ü", 2)
+    assert json.loads(first.extra) == {"n": [1, {"m": "]"}]}
+
+
+@pytest.mark.parametrize(
+    ("element", "reason"),
+    [
+        (b'{"prompt": NaN}', "NaN is not a JSON number"),
+        (b'"a cat"', "an element must be a JSON object, not str"),
+        (b'{"prompt": "\xff"}', "not UTF-8: byte 0xff"),
+        (b'{"prompt" "a"}', "not JSON"),
+        (b'{"prompt": "' + b"x" * 4_000_001 + b'"}', "the element is longer than 4000000 bytes"),
+        (b'{"prompt": "a", "n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    ],
+)
+def test_a_damaged_element_costs_one_record(tmp_path, element, reason):
+    path = write(tmp_path / "a.json", b'[{"prompt": "x"}, ' + element + b', {"prompt": "y"}]')
+    before, reject, after = rows(path)
+    assert (before.prompt, after.prompt, after.position) == ("x", "y", 3)
+    assert reason in reject.reason and reject.position == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"prompt": "a"}, {"prompt', "ends within its array"),
+        ('[{"prompt": "a"}', "ends within its array"),
+        ('[{"prompt": "a}, {"prompt": "b"}]', "ends within its array"),
+        ('[{"prompt": "a"}] , {"prompt": "b"}]', "goes on after the end of its array"),
+        ('{\n "prompt": "a"\n}', "neither an array of objects nor an object a line"),
+        ('"a"', "neither an array of objects nor an object a line"),
+    ],
+)
+def test_an_array_that_is_broken_as_a_whole_stops_the_run(tmp_path, text, message):
+    with pytest.raises(InputError, match=message):
+        rows(write(tmp_path / "a.json", text))
+
+
+def test_lines_of_json_may_be_called_json(tmp_path):
+    assert prompts(write(tmp_path / "a.json", '{"prompt": "a"}\n\n{"prompt": "b"}\n')) == ["a", "b"]
+    assert rows(write(tmp_path / "a.json", " \n")) == rows(write(tmp_path / "a.json", "[ ]")) == []
+
+
+def test_memory_for_an_array_is_bounded_by_its_elements(tmp_path):
+    path = tmp_path / "a.json"
+    with path.open("w") as file:
+        file.write("[" + json.dumps({"prompt": "x" * 90_000}))
+        for number in range(400):
+            file.write("," + json.dumps({"prompt": f"{number}" + "x" * 90_000}))
+        file.write("]")
+    tracemalloc.start()
+    assert sum(1 for _ in read_file(InputFile(str(path), "a.json"), Columns())) == 401
+    assert tracemalloc.get_traced_memory()[1] < 15_000_000 < path.stat().st_size
+    tracemalloc.stop()
+
+
+def test_quote_marks_of_a_tsv_are_part_of_the_prompt(tmp_path):
+    path = write(
+        tmp_path / "a.tsv",
+        'Prompt\tseed\tNote\r\n"G I G G L E" in red, a\t\t"\r\n\r\n"open\t7\t\r\nshort\na\tb\tc\td\n',
+    )
+    first, second, short, long = rows(path)
+    assert (first.prompt, first.fields, first.extra) == ('"G I G G L E" in red, a', {}, '{"Note": "\\""}')
+    assert (second.prompt, second.fields, second.position) == ('"open', {"seed": 7}, 2)
+    assert short.prompt == "short" and "is a tab inside of a cell?" in long.reason
+
+
+def test_parquet_is_read_by_row_groups_without_its_pictures(tmp_path):
+    path = tmp_path / "a.parquet"
+    picture = {"bytes": b"\xff" * 1000, "path": "x"}
+    table = pa.table(
+        {
+            "caption": ["a cat", None, "a dog"],
+            "seed": pa.array([7.0, float("nan"), None], pa.float64()),
+            "image": [picture] * 3,
+            "made": [datetime.datetime(2024, 1, 2), None, None],
+            "tags": [["a", "b"], [], None],
+        }
+    )
+    parquet.write_table(table, path, row_group_size=2)
+    first, reject, last = rows(path)
+    assert (first.prompt, first.fields) == ("a cat", {"seed": 7})
+    assert json.loads(first.extra) == {"made": "2024-01-02 00:00:00", "tags": ["a", "b"]}
+    assert (last.prompt, last.fields, last.id) == ("a dog", {}, "a.parquet:3")
+    assert (reject.reason, reject.position) == ("caption is not set", 2)
+
+
+def test_damage_in_a_parquet_file_costs_a_record_or_stops_the_run(tmp_path):
+    text = pa.array([b"a cat", b"\xff", b"a dog"]).view(pa.string())
+    parquet.write_table(pa.table({"prompt": text}), tmp_path / "a.parquet")
+    before, reject, after = rows(tmp_path / "a.parquet")
+    assert (before.prompt, after.prompt) == ("a cat", "a dog") and "cannot be read" in reject.reason
+    with pytest.raises(InputError, match="no prompt column; columns found: promt"):
+        parquet.write_table(pa.table({"promt": ["a"], "b": [b""]}), tmp_path / "b.parquet")
+        match_inputs([str(tmp_path / "b.parquet")])
+    for name in ("a.parquet.gz", "c.parquet"):
+        with pytest.raises(InputError, match=r"all but the parquet|is damaged"):
+            match_inputs([str(write(tmp_path / name, b"PAR1"))])
+
+
+def test_a_folder_stands_for_its_text_files_each_of_which_is_one_prompt(tmp_path):
+    folder = tmp_path / "p[1]"
+    folder.mkdir()
+    for name, text in (("a.txt", "\ufeffa cat,\r\nsitting\n"), ("b.c.txt", "a dog"), ("LICENSE", "x"), (".txt", "x")):
+        write(folder / name, text)
+    write(folder / "d.txt", " \n")
+    write(folder / "e.txt", b"\xff")
+    files = match_inputs([f"{folder}/"])
+    assert [file.source for file in files] == ["a.txt", "b.c.txt", "d.txt", "e.txt"]
+    first, second, blank, damaged = (next(read_file(file, Columns())) for file in files)
+    assert (first.id, first.prompt) == ("a", "a cat,\nsitting")
+    assert (second.id, second.prompt) == ("b.c", "a dog")
+    assert blank.reason == "the file holds no text" and "not UTF-8" in damaged.reason
+
+
 def test_compressed_files_are_read_as_what_they_hold(tmp_path):
+    zstd = pa.Codec("zstd")
+    write(tmp_path / "a.txt.zst", b"".join(zstd.compress(text, asbytes=True) for text in (b"a cat\n", b"a dog\n")))
+    assert prompts(tmp_path / "a.txt.zst") == ["a cat", "a dog"]
+    write(tmp_path / "a.json.gz", gzip.compress(b'[{"prompt": "a cat"}]'))
+    assert prompts(tmp_path / "a.json.gz") == ["a cat"]
     write(tmp_path / "a.csv.gz", gzip.compress(b"prompt\na cat\n") + gzip.compress(b"a dog\n"))
     write(tmp_path / "a.txt.bz2", bz2.compress(b"a cat\n"))
     assert prompts(tmp_path / "a.csv.gz") == ["a cat", "a dog"]
@@ -164,6 +297,9 @@ def test_a_compressed_file_that_was_cut_stops_the_run(tmp_path):
     path = write(tmp_path / "a.txt.gz", whole[:-100])
     with pytest.raises(InputError, match="compressed file is damaged"):
         rows(path)
+    text = "".join(f"prompt {number}\n" for number in range(9000)).encode()
+    with pytest.raises(InputError, match="Truncated"):
+        rows(write(tmp_path / "a.txt.zst", pa.Codec("zstd").compress(text, asbytes=True)[:-9]))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +312,7 @@ def test_a_compressed_file_that_was_cut_stops_the_run(tmp_path):
         ("a.csv", b"prompt,cat\xe9gorie\na,b\n", "the header is not UTF-8: byte 0xe9"),
         ("a.txt", "a cat".encode("utf-16"), "is UTF-16"),
         ("a.txt.gz", b"no gzip", "damaged"),
-        ("a.parquet", b"", "not a known kind of file; known are .jsonl, .csv, .txt"),
+        ("a.xml", b"", "not a known kind of file; known are .jsonl, .json, .csv, .tsv, .parquet, .txt"),
         ("a", b"", "not a known kind of file"),
     ],
 )
@@ -198,7 +334,11 @@ def test_named_columns_must_be_there(tmp_path):
 
 
 def test_a_pattern_that_finds_nothing_stops_the_run(tmp_path):
-    for pattern, message in (("a.txt", "no such file"), ("*.txt", "matches no file"), ("", "is a folder")):
+    for pattern, message in (
+        ("a.txt", "no such file"),
+        ("*.txt", "matches no file"),
+        ("", "is a folder without .txt files: give"),
+    ):
         with pytest.raises(InputError, match=message):
             match_inputs([f"{tmp_path}/{pattern}".rstrip("/")])
 
@@ -219,15 +359,35 @@ def test_two_files_of_one_name_are_not_mistaken_for_each_other(tmp_path):
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.binary(max_size=200), suffix=st.sampled_from([".txt", ".jsonl", ".csv"]), chunk=st.integers(1, 9))
+@given(
+    data=st.binary(max_size=200), suffix=st.sampled_from([".txt", ".jsonl", ".csv", ".tsv"]), chunk=st.integers(1, 9)
+)
 def test_no_bytes_crash_a_reader_and_reads_may_end_anywhere(tmp_path_factory, data, suffix, chunk):
-    path = write(tmp_path_factory.getbasetemp() / f"fuzz{suffix}", b"prompt,seed\n" + data)
+    path = write(tmp_path_factory.getbasetemp() / f"fuzz{suffix}", b"prompt\n" + data)
     whole = rows(path)
     for row in whole:
         for value in vars(row).values():
             str(value).encode()  # as Beam's coders do, which fail at half a surrogate pair
-    old, read._CHUNK = read._CHUNK, chunk
+    old, ground.CHUNK = ground.CHUNK, chunk
     try:
         assert rows(path) == whole
     finally:
-        read._CHUNK = old
+        ground.CHUNK = old
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.binary(max_size=60), place=st.integers(0, 60), chunk=st.integers(1, 9))
+def test_no_bytes_crash_the_reader_of_arrays(tmp_path_factory, data, place, chunk):
+    text = b'[{"prompt": "a, \\"b\\" [c]"}, {"prompt": "d", "n": [{}]}]'
+    path = write(tmp_path_factory.getbasetemp() / "fuzz.json", text[:place] + data + text[place:])
+    results = []
+    old = ground.CHUNK
+    for size in (old, chunk):
+        ground.CHUNK = size
+        try:
+            results.append(rows(path))
+        except InputError as error:
+            results.append(str(error))
+        finally:
+            ground.CHUNK = old
+    assert results[0] == results[1]

@@ -2,7 +2,6 @@
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 from apache_beam.io.filesystems import FileSystems
@@ -89,23 +88,3 @@ def test_an_upload_that_cannot_succeed_fails(monkeypatch, waits, errors, tries):
     with pytest.raises(_StatusError):
         storage.write_file("gs://bucket/out", "a", b"data")
     assert len(waits) == tries - 1 and not cloud.objects
-
-
-def test_leftovers_of_a_killed_run_go_and_nothing_else_does(tmp_path):
-    done, killed = "d" * 20, "e" * 20
-    keep = [
-        f"images/{done}/{'1' * 32}.png",
-        f"images/{killed}/holiday.png",
-        "images/mine/" + "2" * 32 + ".png",
-        f"commits/{done}.json",
-        f"rejects/{done}.jsonl",
-        "rejects/mine.jsonl",
-    ]
-    leftovers = [f"images/{killed}/{'3' * 32}.png", f"images/{killed}/metadata.jsonl", f"rejects/{killed}.jsonl"]
-    for name in [*keep, *leftovers, ".tmp/half"]:
-        path = Path(tmp_path, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    storage.clear_leftovers(str(tmp_path))
-    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == set(keep)

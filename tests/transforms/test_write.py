@@ -15,6 +15,7 @@ from model_handlers.recipe import ImageResult, Shard
 from tests.fakes import RECIPE, painted, rejects, rows, tree
 from transforms import storage, write
 from transforms.commits import read_commits
+from transforms.formats import OutputFormat
 from transforms.metadata import SCHEMA
 from transforms.records import PromptRecord, parse
 from transforms.requests import expand
@@ -159,7 +160,7 @@ class _Bundle:
 
     def __init__(self, output, monkeypatch, write_one):
         monkeypatch.setattr(write, "write_shard", write_one)
-        self.dofn = write._WriteShard(str(output), RECIPE)
+        self.dofn = write._WriteShard(str(output), RECIPE, OutputFormat())
         self.dofn.setup()
         self.dofn.start_bundle()
 
@@ -171,7 +172,7 @@ def test_the_device_goes_on_while_two_shards_are_written_and_waits_with_the_thir
     release = threading.Event()
     started = []
 
-    def slow(output, recipe, shard, results, run_all):
+    def slow(output, recipe, shard, *_):
         started.append(shard.name)
         release.wait(5)
         return write.WrittenShard(shard.name, 0, 0, 0)

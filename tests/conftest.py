@@ -1,0 +1,11 @@
+"""What tests of several folders share: a small real checkpoint."""
+
+import pytest
+
+from tests import checkpoints
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory):
+    """A checkpoint folder of `checkpoints.TINY`, written once; not to be changed."""
+    return checkpoints.write(checkpoints.TINY, tmp_path_factory.mktemp("checkpoint"))

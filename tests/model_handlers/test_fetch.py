@@ -1,0 +1,148 @@
+"""Checkpoints come from a folder, a bucket or the hub, and a wrong address is one clear line."""
+
+import os
+import re
+import socket
+
+import pytest
+from gcp_storage_emulator.server import create_server
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import storage
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from model_handlers import checkpoint, fetch
+from model_handlers.checkpoint import CheckpointError
+from tests import checkpoints
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return checkpoints.write(checkpoints.TINY, tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def emulator():
+    """Address of a Cloud Storage server in this process."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    server = create_server("localhost", port, in_memory=True)
+    server.start()
+    yield f"http://localhost:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(emulator, monkeypatch, tmp_path):
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", emulator)
+    monkeypatch.setenv("LIGHTMILL_CACHE", str(tmp_path / "cache"))
+    name = f"bucket-{os.urandom(4).hex()}"
+    return storage.Client(project="emulator", credentials=AnonymousCredentials()).create_bucket(name)
+
+
+def upload(bucket, saved, prefix):
+    for path in saved.rglob("*"):
+        if path.is_file():
+            bucket.blob(f"{prefix}{path.relative_to(saved).as_posix()}").upload_from_filename(path)
+
+
+@pytest.fixture
+def downloads(monkeypatch):
+    """The names of the objects that were downloaded."""
+    names = []
+    download = storage.Blob.download_to_filename
+
+    def noted(blob, *args, **kwargs):
+        names.append(blob.name)
+        return download(blob, *args, **kwargs)
+
+    monkeypatch.setattr(storage.Blob, "download_to_filename", noted)
+    return names
+
+
+def test_a_folder_is_used_where_it_lies(saved):
+    assert fetch.checkpoint_folder(str(saved)) == saved
+
+
+@pytest.mark.parametrize(("prefix", "slash"), [("models/tiny/", ""), ("models/tiny/", "/"), ("", "")])
+def test_a_bucket_is_downloaded_once(prefix, slash, bucket, saved, downloads):
+    upload(bucket, saved, prefix)
+    source = f"gs://{bucket.name}/{prefix}".rstrip("/") + slash
+    root = fetch.checkpoint_folder(source)
+    assert checkpoint.identity(root) == checkpoint.identity(saved)
+    first = sorted(downloads)
+    assert len(first) == len(set(first)) == sum(path.is_file() for path in saved.rglob("*"))
+    assert fetch.checkpoint_folder(source) == root
+    assert sorted(downloads) == first
+
+
+def test_only_what_changed_in_a_bucket_is_downloaded_again(bucket, saved, downloads):
+    upload(bucket, saved, "")
+    root = fetch.checkpoint_folder(f"gs://{bucket.name}")
+    before = checkpoint.identity(root)
+    downloads.clear()
+    bucket.blob("vae/config.json").upload_from_string((saved / "vae/config.json").read_text().replace("0.13", "0.14"))
+    assert checkpoint.identity(fetch.checkpoint_folder(f"gs://{bucket.name}")) != before
+    assert downloads == ["vae/config.json"]
+
+
+def test_a_download_that_broke_off_is_not_taken_for_the_file(bucket, saved, monkeypatch):
+    upload(bucket, saved, "")
+
+    def broken(blob, path, **_):
+        path.write_bytes(b"half")
+        raise ConnectionError("reset by peer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage.Blob, "download_to_filename", broken)
+        with pytest.raises(CheckpointError, match=rf"^gs://{bucket.name}: cannot be read \(reset by peer\)$"):
+            fetch.checkpoint_folder(f"gs://{bucket.name}")
+    root = fetch.checkpoint_folder(f"gs://{bucket.name}")
+    assert checkpoint.identity(root) == checkpoint.identity(saved)
+
+
+def test_objects_outside_the_checkpoints_folders_stay_where_they_are(bucket, saved, downloads):
+    upload(bucket, saved, "tiny/")
+    strays = ["tiny/other/a.json", "tiny/vae/weights.bin", "tiny/vae/deep/a.json"]
+    for stray in strays:
+        bucket.blob(stray).upload_from_string("{}")
+    root = fetch.checkpoint_folder(f"gs://{bucket.name}/tiny")
+    assert checkpoint.identity(root) == checkpoint.identity(saved)
+    assert not set(strays) & set(downloads)
+
+
+def test_a_bucket_without_a_checkpoint_is_one_clear_line(bucket):
+    with pytest.raises(CheckpointError, match=rf"^gs://{bucket.name}/none: no model_index\.json there; .*$"):
+        fetch.checkpoint_folder(f"gs://{bucket.name}/none")
+    with pytest.raises(CheckpointError, match=r"^gs://no-such-bucket-here/a: .*$"):
+        fetch.checkpoint_folder("gs://no-such-bucket-here/a")
+
+
+@pytest.mark.parametrize("source", ["/nowhere", "./nowhere", "nowhere", "tests/nowhere", "a/b/c", "s3://bucket/a"])
+def test_a_wrong_address_is_one_clear_line(source):
+    with pytest.raises(CheckpointError, match=rf"^{re.escape(source)}: no such folder; --checkpoint takes[^\n]*$"):
+        fetch.checkpoint_folder(source)
+
+
+@pytest.mark.parametrize(
+    ("variant", "weights"), [(None, "*/*.safetensors*"), ("fp16", "*/*.fp16.safetensors*")], ids=["none", "fp16"]
+)
+def test_the_hub_is_asked_for_safetensors_and_json_only(variant, weights, saved, monkeypatch):
+    asked = {}
+
+    def snapshot_download(repository, allow_patterns):
+        asked[repository] = allow_patterns
+        return str(saved)
+
+    monkeypatch.setattr(fetch, "snapshot_download", snapshot_download)
+    assert fetch.checkpoint_folder("stabilityai/sdxl-base", variant) == saved
+    assert asked == {"stabilityai/sdxl-base": ["*/*.json", "*/*.txt", "model_index.json", weights]}
+
+
+def test_a_hub_that_does_not_answer_is_one_clear_line(monkeypatch):
+    def snapshot_download(*_, **__):
+        raise LocalEntryNotFoundError("cannot reach the hub\nmore about it")
+
+    monkeypatch.setattr(fetch, "snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointError, match=r"^org/name: no such folder, and the hub .*\(cannot reach the hub\)$"):
+        fetch.checkpoint_folder("org/name")

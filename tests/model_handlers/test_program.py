@@ -1,0 +1,213 @@
+"""A picture depends on its request and the compiled shape, and on nothing that happens to be beside it.
+
+python -m tests.model_handlers.test_program CHECKPOINT prints the digests of `REQUESTS` on 1, 2 and 8 devices.
+"""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from model_handlers import mesh
+from model_handlers import program as program_module
+from model_handlers.program import CompileError, Programs
+from model_handlers.recipe import ImageRequest
+from model_handlers.stable_diffusion.model import StableDiffusionXL
+from tests import checkpoints
+from tests.checkpoints import TINY
+
+PER_DEVICE_BATCH_SIZE = 4
+
+
+def ask(seed, prompt="a red circle", negative_prompt=None, steps=3, guidance_scale=5.0, size=(TINY.height, TINY.width)):
+    height, width = size
+    return ImageRequest(
+        id=str(seed),
+        image_index=0,
+        prompt=prompt,
+        negative_prompt=negative_prompt,
+        seed=seed,
+        width=width,
+        height=height,
+        num_inference_steps=steps,
+        guidance_scale=guidance_scale,
+        original_size=size,
+        crops_coords_top_left=(0, 0),
+        target_size=size,
+    )
+
+
+REQUESTS = [
+    ask(5),
+    ask(5, prompt="a blue square"),
+    ask(5 + 2**32),  # the high half of a seed counts too
+    ask(6, negative_prompt="a white moon", steps=1),
+    ask(7, negative_prompt="", steps=7),
+    ask(8, guidance_scale=1.0),
+    ask(2**63 - 1, guidance_scale=7.5, steps=2),
+    ask(9, prompt="a green star below a yellow ring", steps=4),
+]
+
+
+def load(root, devices):
+    devices_mesh = mesh.make_mesh(devices)
+    sharding = mesh.sharding(devices_mesh)
+    model = StableDiffusionXL.load(root, scheduler="EulerDiscreteScheduler", dtype="float32", sharding=sharding)
+    return Programs(model, devices_mesh, PER_DEVICE_BATCH_SIZE)
+
+
+def draw(programs, slots):
+    """sha256 of the picture in each slot of one batch."""
+    size = slots[0].height, slots[0].width
+    inputs, _ = programs.prepare(slots)
+    programs.compile(*size, inputs)
+    images, finite = programs(inputs, *size)
+    assert np.asarray(finite).all()
+    return [hashlib.sha256(image.tobytes()).hexdigest() for image in np.asarray(images)]
+
+
+def draw_all(programs, requests):
+    """The same for any number of requests; free slots repeat the first of their batch."""
+    digests = []
+    for first in range(0, len(requests), programs.batch_size):
+        batch = requests[first : first + programs.batch_size]
+        padded = batch + [batch[0]] * (programs.batch_size - len(batch))
+        digests += draw(programs, padded)[: len(batch)]
+    return digests
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return checkpoints.write(TINY, tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def programs(root):
+    return load(root, jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def digests(programs):
+    return draw_all(programs, REQUESTS)
+
+
+def test_every_request_gets_a_picture_of_its_own(digests):
+    assert len(set(digests)) == len(REQUESTS)
+
+
+@pytest.mark.parametrize("slot", range(PER_DEVICE_BATCH_SIZE))
+def test_a_picture_is_the_same_in_every_slot_and_beside_any_neighbours(slot, programs, digests):
+    for i, request in enumerate(REQUESTS):
+        for shift in (1, 3):
+            others = [REQUESTS[(i + shift * n) % len(REQUESTS)] for n in range(1, PER_DEVICE_BATCH_SIZE)]
+            batch = [*others[:slot], request, *others[slot:]]
+            assert draw(programs, batch)[slot] == digests[i], request
+
+
+def test_a_picture_is_the_same_alone(programs, digests):
+    for request, digest in zip(REQUESTS, digests, strict=True):
+        assert draw_all(programs, [request]) == [digest]
+
+
+def test_a_picture_is_the_same_whatever_the_order(programs, digests):
+    assert draw_all(programs, REQUESTS[::-1]) == digests[::-1]
+
+
+def test_a_picture_does_not_depend_on_the_steps_of_its_neighbours(programs, digests):
+    for steps in (1, 3, 50):
+        beside = [ask(100, steps=steps)] * (PER_DEVICE_BATCH_SIZE - 1)
+        assert draw(programs, [REQUESTS[0], *beside])[0] == digests[0]
+
+
+@pytest.fixture(scope="module")
+def many_devices(root):
+    """What this file prints in a process that has eight virtual devices, which must be said before JAX starts."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    run = subprocess.run(
+        [sys.executable, "-m", __name__, str(root)],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("count", ["1", "2", "8"])
+def test_a_picture_is_the_same_on_any_number_of_devices(count, many_devices, digests):
+    assert many_devices["digests"][count] == digests
+
+
+def test_devices_say_nothing_to_each_other(many_devices):
+    # Each picture is made within one device; a collective would be time lost and a way for neighbours to matter.
+    assert many_devices["collectives"] == []
+
+
+@pytest.fixture
+def compilations():
+    """A list that grows with everything that XLA compiles in this process."""
+    events = []
+
+    def listen(event, *_, **__):
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return events
+
+
+def test_steps_guidance_and_prompts_are_data(programs, digests, compilations):
+    before = dict(programs.compiled)
+    draw_all(programs, [ask(1, "a cat", "a dog", 9, 3.3), ask(2, "", None, 1, 0.0), ask(3, "x " * 200, "", 30, 20.0)])
+    assert programs.compiled == before
+    assert compilations == []
+    jax.jit(lambda x: x + 1)(1.0)
+    assert compilations  # the list does grow
+
+
+def test_each_size_is_compiled_once(root):
+    programs = load(root, jax.devices()[:1])
+    sizes = [(16, 24), (24, 16), (16, 24), (24, 16)]
+    inputs = {size: programs.prepare([ask(1, size=size)] * programs.batch_size)[0] for size in sizes}
+    assert [programs.compile(*size, inputs[size]) for size in sizes] == [True, True, False, False]
+    assert list(programs.compiled) == [(16, 24), (24, 16)]
+    for height, width in programs.compiled:
+        images, _ = programs(inputs[height, width], height, width)
+        assert images.shape == (PER_DEVICE_BATCH_SIZE, height, width, 3)
+        assert images.dtype == np.uint8
+
+
+def test_a_program_that_does_not_compile_says_which(programs, monkeypatch):
+    def generate(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 40 GiB of 16")
+
+    monkeypatch.setattr(program_module, "generate", generate)
+    inputs, _ = programs.prepare(REQUESTS[:PER_DEVICE_BATCH_SIZE])
+    with pytest.raises(CompileError, match=r"^96 x 64 pixels at batch 4: RESOURCE_EXHAUSTED"):
+        programs.compile(64, 96, inputs)
+    assert (64, 96) not in programs.compiled
+
+
+def main(root):
+    found = {"digests": {}, "collectives": []}
+    for count in (1, 2, 8):
+        programs = load(root, jax.devices()[:count])
+        assert programs.batch_size == PER_DEVICE_BATCH_SIZE * count
+        found["digests"][count] = draw_all(programs, REQUESTS)
+        (compiled,) = programs.compiled.values()
+        names = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+        found["collectives"] += re.findall(rf"\b(?:{names})\b", compiled.as_text())
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
