@@ -4,7 +4,7 @@ BIN := .venv/bin
 PARITY := .venv-parity/bin
 OUT ?= out
 
-.PHONY: demo test check parity bench lock clean
+.PHONY: demo test check parity bench stress lock clean
 
 # Generates the sample prompts with the built-in checkpoint into out/demo.
 demo: .venv/installed
@@ -21,16 +21,23 @@ check: .venv/installed-test
 # Compares every network and whole pictures with diffusers on PyTorch (CPU), in an environment of its own.
 parity: .venv/installed-test .venv-parity/installed
 	$(PARITY)/python -m tests.parity.reference $(OUT)/parity
-	LIGHTMILL_REFERENCE=$(OUT)/parity $(BIN)/python -m pytest -q tests/parity
+	LIGHTMILL_REFERENCE=$(OUT)/parity LIGHTMILL_PARITY_TABLE=docs/parity.md $(BIN)/python -m pytest -q tests/parity
 
-# Prints the tables of benchmarks/README.md; about half an hour on two cores.
+# Prints the tables of benchmarks/README.md; about an hour on two cores.
 bench: .venv/installed-test .venv-parity/installed
 	$(BIN)/python -m benchmarks.bench
+	$(BIN)/python -m benchmarks.scale
+
+# The tests that need many throws: 100 runs into a failing store, 50 kills, 10,000 damaged files; hours on two cores.
+stress: .venv/installed-test
+	$(BIN)/python -m benchmarks.stress faults
+	$(BIN)/python -m benchmarks.stress kills
+	$(BIN)/python -m benchmarks.stress fuzz
 
 # Rewrites the pinned versions that CI and the worker image install.
 lock: .venv/installed-test
 	$(BIN)/pip install --quiet pip-tools
-	$(BIN)/pip-compile --quiet --strip-extras --no-annotate --no-header --no-emit-index-url --extra test --extra check --extra train \
+	$(BIN)/pip-compile --quiet --strip-extras --no-annotate --no-header --no-emit-index-url --no-emit-find-links --extra test --extra check --extra train \
 		--output-file requirements.lock pyproject.toml
 
 .venv/installed: pyproject.toml requirements.lock

@@ -1,6 +1,6 @@
 """Prints the figures of benchmarks/README.md, as ratios within one run: `make bench`.
 
-    python -m benchmarks.bench [job] [reference] [padding]
+    python -m benchmarks.bench [job] [reference]
 
 All on the machine's CPU, with the built-in checkpoint at 64 x 64 pixels, 20 Euler steps, guidance 5.
 """
@@ -13,16 +13,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import apache_beam as beam
 import jax
-from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 
 from model_handlers import checkpoint, fetch
 from model_handlers.handler import ModelSpec, load_programs
 from model_handlers.recipe import ImageRequest
 from pipeline.__main__ import main as lightmill
-from pipeline.report import read_counts
-from transforms.shards import GroupIntoShards
+from transforms.counts import read_counts
 
 BATCH, STEPS, SIDE = 8, 20, 64
 PARITY_PYTHON = Path(".venv-parity/bin/python")
@@ -50,7 +47,7 @@ def seconds_of_model(batches: int) -> list[float]:
     return seconds
 
 
-def bench_job(images: int = 1000) -> None:
+def bench_job(images: int = 3000) -> None:
     """The job's whole wall time, from reading to the report, over the model's time for the same batches."""
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder, "prompts.txt")
@@ -81,26 +78,8 @@ def bench_reference(repeats: int = 5) -> None:
     print(f"reference: {our_rate:.2f} images/s, diffusers {their_rate:.2f} images/s: ratio {our_rate / their_rate:.2f}")
 
 
-def bench_padding(records: int = 1_000_000) -> None:
-    """Padded slots of a million records at batch 8, through Beam."""
-    totals: list[int] = []
-    started = time.perf_counter()
-    with beam.Pipeline(FnApiRunner()) as pipeline:
-        grouped = (
-            pipeline
-            | beam.Create(range(100))
-            | beam.Reshuffle()
-            | beam.FlatMap(lambda part: (request(part * (records // 100) + i) for i in range(records // 100)))
-            | GroupIntoShards(batch_size=BATCH, images_per_shard=64)
-        )
-        padding = grouped.fates | beam.Values() | beam.CombineGlobally(sum)
-        # The local runner works in this process, so the result can be handed over.
-        padding | beam.Map(totals.append)
-    print(f"padding: {totals[0]} padded slots of {records:,} records, {time.perf_counter() - started:.0f} s")
-
-
 def main() -> None:
-    benches = {"job": bench_job, "reference": bench_reference, "padding": bench_padding}
+    benches = {"job": bench_job, "reference": bench_reference}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=", ".join(benches))
     for name in parser.parse_args().names or benches:

@@ -27,7 +27,7 @@ class Stack(nnx.Module):
 
     def __init__(self, length: int, make_block: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs):
         self.length = length
-        self.block = nnx.vmap(make_block, in_axes=0, out_axes=0)(rngs.fork(split=length))
+        self.block = nnx.vmap(make_block, in_axes=0, out_axes=0)(rngs.split(length))
 
     def __call__(self, x: jax.Array, *context: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the last block's output, and every block's output stacked along a first axis."""
@@ -37,4 +37,5 @@ class Stack(nnx.Module):
             x = nnx.merge(definition, parameters)(x, *context)
             return x, x
 
-        return jax.lax.scan(step, x, parameters)
+        # Of one block there is nothing to save, and a loop around it would copy its weights.
+        return jax.lax.scan(step, x, parameters, unroll=self.length == 1)

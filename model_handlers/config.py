@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 
 class ConfigError(ValueError):
@@ -17,7 +17,7 @@ class Config:
     supported at one value, with that value; every other field of the file has no bearing on inference.
     """
 
-    FIXED = {}  # type: ignore[var-annotated]  # noqa: RUF012
+    FIXED: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     def read(cls, values: Mapping[str, Any], where: str) -> Self:

@@ -40,7 +40,7 @@ class ModelSpec:
     Attributes:
       checkpoint: folder, gs:// folder or hub id.
       identity: what `checkpoint.identity` must find there: another would be another recipe.
-      scheduler, dtype, per_device_batch_size: as in the recipe.
+      scheduler, dtype, per_device_batch_size, scheduler_options: as in the recipe.
       variant: infix of the weight files, such as "fp16".
       device: "tpu", "gpu" or "cpu", which must then be there; None takes the best that JAX finds.
       jax_cache_dir: folder or gs:// folder of JAX's persistent compilation cache.
@@ -54,6 +54,7 @@ class ModelSpec:
     variant: str | None = None
     device: str | None = None
     jax_cache_dir: str | None = None
+    scheduler_options: str = "{}"
 
 
 class LoadedModel:
@@ -127,6 +128,7 @@ def load_programs(spec: ModelSpec) -> Programs:
     model = family_of(root).load(
         root,
         scheduler=spec.scheduler,
+        scheduler_options=spec.scheduler_options,
         dtype=spec.dtype,
         sharding=mesh.sharding(devices_mesh),
         variant=spec.variant,
@@ -207,13 +209,10 @@ def _fetch(started) -> list[ImageResult]:
 def _bisect(
     requests: Sequence[ImageRequest], error: Exception, shard: Shard, programs: Programs
 ) -> Iterator[ImageResult]:
-    for delay in RETRY_DELAYS if str(error).startswith(TRANSIENT) else ():
-        log.warning("the device failed and is tried again in %.0f s: %s", delay, error)
-        time.sleep(delay)
-        outcome = _attempt(lambda: _fetch(_start(requests, shard, programs)))
-        if not isinstance(outcome, Exception):
-            yield from outcome
-            return
+    if str(error).startswith(TRANSIENT):
+        outcome = _retry(requests, error, shard, programs)
+        yield from _bisect(requests, outcome, shard, programs) if isinstance(outcome, Exception) else outcome
+        return
     if len(requests) == 1:
         reason = f"the model failed on this record: {type(error).__name__}: {error}"
         yield ImageResult(requests[0].key, None, reason, failed=True)
@@ -222,3 +221,15 @@ def _bisect(
     for half in (requests[:middle], requests[middle:]):
         outcome = _attempt(lambda half=half: _fetch(_start(half, shard, programs)))
         yield from _bisect(half, outcome, shard, programs) if isinstance(outcome, Exception) else outcome
+
+
+def _retry(requests: Sequence[ImageRequest], error: Exception, shard: Shard, programs: Programs) -> Outcome:
+    """Tries a batch again and again while the device is away; raises the last error if it stays away."""
+    for delay in RETRY_DELAYS:
+        log.warning("the device failed and is tried again in %.0f s: %s", delay, error)
+        time.sleep(delay)
+        outcome = _attempt(lambda: _fetch(_start(requests, shard, programs)))
+        if not isinstance(outcome, Exception) or not str(outcome).startswith(TRANSIENT):
+            return outcome
+        error = outcome
+    raise error  # the device's fault: no record is rejected for it

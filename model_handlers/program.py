@@ -5,12 +5,11 @@ import time
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 from flax import nnx
 
 from model_handlers import mesh as meshes
 from model_handlers.recipe import ImageRequest
-from model_handlers.stable_diffusion.model import Inputs, StableDiffusionXL, generate
+from model_handlers.stable_diffusion.model import Inputs, Loop, StableDiffusionXL, generate
 from model_handlers.stable_diffusion.tokens import Tokens
 
 log = logging.getLogger("lightmill")
@@ -57,13 +56,13 @@ class Programs:
         rows, rows_of_two = (meshes.sharding(self._mesh, *axes) for axes in (("batch",), (None, "batch")))
         by_row = Inputs(*(rows_of_two if name in ("ids", "negative_ids") else rows for name in Inputs._fields))
 
-        def program(weights, inputs, num_loops):
-            return generate(nnx.merge(definition, weights), inputs, num_loops, height=height, width=width)
+        def program(weights, inputs, loop):
+            return generate(nnx.merge(definition, weights), inputs, loop, height=height, width=width)
 
         on_all = meshes.sharding(self._mesh)
         jitted = jax.jit(program, in_shardings=(None, by_row, on_all), out_shardings=(rows, rows))
         try:
-            lowered = jitted.lower(weights, like, np.int32(0))
+            lowered = jitted.lower(weights, like, Loop.of(like))
             self.compiled[height, width] = lowered.compile(COMPILER_OPTIONS.get(jax.default_backend()))
         except jax.errors.JaxRuntimeError as error:
             raise CompileError(f"{width} x {height} pixels at batch {self.batch_size}: {error}") from error
@@ -76,5 +75,4 @@ class Programs:
 
     def __call__(self, inputs: Inputs, height: int, width: int) -> tuple[jax.Array, jax.Array]:
         """Starts a batch and returns at once: uint8 images (B, H, W, 3) and finite flags (B,), not yet computed."""
-        num_loops = np.int32(inputs.num_inference_steps.max())
-        return self.compiled[height, width](self._networks[1], inputs, num_loops)
+        return self.compiled[height, width](self._networks[1], inputs, Loop.of(inputs))

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class Recipe:
       checkpoint: sha256 over the checkpoint's files, see `checkpoint.identity`.
       family: pipeline class named by the checkpoint's model_index.json.
       scheduler: scheduler class, as diffusers names it.
+      scheduler_options: what takes the place of the checkpoint's own options of it, as JSON with sorted names.
       dtype: of weights and activations, "float32" or "bfloat16".
       per_device_batch_size: rows of the compiled program on one chip. A row's last bits depend on this shape
         (never on its neighbours), so it belongs to the recipe; the number of chips does not.
@@ -48,10 +50,11 @@ class Recipe:
     guidance_scale: float = 5.0
     negative_prompt: str | None = None
     num_images_per_prompt: int = 1
+    scheduler_options: str = "{}"
 
     def of_model(self) -> dict[str, str | int]:
         """The part that decides pixels for every record alike; a record's own fields decide the rest."""
-        names = ("checkpoint", "family", "scheduler", "dtype", "per_device_batch_size")
+        names = ("checkpoint", "family", "scheduler", "scheduler_options", "dtype", "per_device_batch_size")
         return {name: getattr(self, name) for name in names}
 
 
@@ -79,7 +82,7 @@ class ImageRequest:
     position: int = 0  # the record's place in that file, counted from 1
     extra: str = "{}"  # the input's other columns, as JSON text
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Name of the picture: 128 bits over who asked (id, image index) and what was asked (digest)."""
         return _sha256([self.id, self.image_index, self.digest])[:32]
@@ -87,9 +90,15 @@ class ImageRequest:
 
 def digest(request: ImageRequest, recipe: Recipe) -> str:
     """sha256 over all that decides the request's pixels, and nothing else (not its id, file or neighbours)."""
-    about_the_record = {"id", "image_index", "digest", "source", "position", "extra"}
-    fields = {k: v for k, v in dataclasses.asdict(request).items() if k not in about_the_record}
-    return _sha256({**fields, **recipe.of_model()})
+    # By name and not by asdict, which copies deeply and would take most of the time that a record takes.
+    return _sha256({**{name: getattr(request, name) for name in _DECIDING}, **recipe.of_model()})
+
+
+_DECIDING = [
+    field.name
+    for field in dataclasses.fields(ImageRequest)
+    if field.name not in ("id", "image_index", "digest", "source", "position", "extra")
+]
 
 
 def derived_seed(run_seed: int, record_id: str, image_index: int) -> int:
@@ -131,5 +140,9 @@ class ImageResult:
     failed: bool = False
 
 
+# Made once: json.dumps makes an encoder for every call that has settings, and a record takes three.
+_encode = json.JSONEncoder(sort_keys=True).encode
+
+
 def _sha256(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(_encode(value).encode()).hexdigest()

@@ -6,23 +6,41 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 # Before anything imports transformers, which says at length that it has no PyTorch and that this is no error.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from pipeline.job import JobError, generate
-from pipeline.options import EXIT_STATUS, GenerateOptions, UsageError, add_generate_flags, beam_options
+from pipeline.options import (
+    EXIT_STATUS,
+    GenerateOptions,
+    UsageError,
+    add_generate_flags,
+    add_pack_flags,
+    add_verify_flags,
+    beam_options,
+)
+from pipeline.pack import PackError, pack
+from pipeline.verify import verify
 
 log = logging.getLogger("lightmill")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command in one line, as every other error is said, and not under a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"lightmill: error: {message}; see {self.prog} --help\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status; see `generate --help`."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="lightmill", description="Millions of prompts in, a dataset of images out.", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = commands.add_parser(
+    generating = commands.add_parser(
         "generate",
         help="make a picture of every prompt of a file",
         description="Makes a picture of every prompt of a file, or goes on where an earlier run stopped.",
@@ -30,15 +48,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_generate_flags(command)
+    add_generate_flags(generating)
+    add_verify_flags(
+        commands.add_parser(
+            "verify",
+            help="hold an output against its contracts",
+            description="Reads all of an output, prints a line for each problem and changes nothing. Exit status: 0 if "
+            "there is none, 1 if there are some, 2 if it is no output.",
+            allow_abbrev=False,
+        )
+    )
+    add_pack_flags(
+        commands.add_parser(
+            "pack",
+            help="write the images of an output again as tars or tables",
+            description="Writes the images of an output again, byte by byte, as tars or tables; goes on if begun.",
+            allow_abbrev=False,
+        )
+    )
     known, others = parser.parse_known_args(arguments)
+    if others and known.command != "generate":
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     values = {name: value for name, value in vars(known).items() if name != "command"}
-    options = GenerateOptions(**values)
-    _set_up_logging(options.verbose)
+    _set_up_logging(known.verbose)
     try:
-        return generate(options, beam_options(others, list(command._option_string_actions)))
-    except (UsageError, JobError) as error:
-        if options.verbose:
+        if known.command == "verify":
+            return _verify(known.output)
+        if known.command == "pack":
+            images = pack(known.source, known.output, known.format, known.samples_per_shard)
+            print(f"{known.output}: {images:,} images")
+            return 0
+        return generate(GenerateOptions(**values), beam_options(others, list(generating._option_string_actions)))
+    except (UsageError, JobError, PackError) as error:
+        if known.verbose:
             traceback.print_exc()
         print(f"lightmill: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
@@ -47,9 +89,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _verify(output: str) -> int:
+    problems = 0
+    for problems, problem in enumerate(verify(output), 1):  # noqa: B007  # the count is what is left
+        print(problem)
+    print(f"{output}: {problems:,} problems" if problems else f"{output}: whole")
+    return 1 if problems else 0
+
+
 def _set_up_logging(verbose: bool) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s: %(message)s", force=True)
     log.setLevel(logging.INFO)
+    if not verbose:
+        # Of a job that fails it logs pages of tracebacks, and then raises what the user is told in a line.
+        logging.getLogger("apache_beam").setLevel(logging.CRITICAL)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ from model_handlers.config import ConfigError
 from model_handlers.families import family_of
 from model_handlers.handler import DiffusionModelHandler, ModelSpec
 from model_handlers.recipe import Recipe
-from pipeline import report
+from pipeline import report, unchanged
 from pipeline.generate import build, prepare
+from pipeline.lock import hold
 from pipeline.options import LOCAL_RUNNERS, GenerateOptions, UsageError
-from pipeline.output import open_output
+from pipeline.output import find_output, write_recipe
+from pipeline.presets import settle_sampling
 from pipeline.watch import watch
 from transforms import storage
 from transforms.commits import CommitError
@@ -43,8 +45,8 @@ def generate(options: GenerateOptions, beam_options: PipelineOptions) -> int:
     try:
         spec, recipe = _resolve_model(options, _local(beam_options))
         batch_size = spec.per_device_batch_size * _devices_per_worker(options, _local(beam_options))
-        output_format = OutputFormat(options.format, options.image_format, options.image_quality)
-        output = open_output(options.output, recipe, output_format, options.on_recipe_change)
+        output_format = _output_format(options)
+        output = find_output(options.output, recipe, output_format, options.on_recipe_change)
         pipeline = beam.Pipeline(_runner(beam_options), beam_options)
         build(
             pipeline,
@@ -61,29 +63,42 @@ def generate(options: GenerateOptions, beam_options: PipelineOptions) -> int:
         )
     except (CheckpointError, ConfigError, CommitError, InputError) as error:
         raise UsageError(str(error)) from error
-    started = time.monotonic()
+    if output.new:
+        write_recipe(output.path, recipe, output_format)
     try:
-        prepare(output.path)
+        with hold(output.path):
+            started = time.monotonic()
+            inputs = unchanged.inputs_hash(options.input, options.prompt_column, options.id_column)
+            summary = unchanged.still_finished(output.path, inputs, options.retry_rejected)
+            if not summary:
+                _run(pipeline, output.path)
+                seconds = round(time.monotonic() - started, 1)
+                run = {"seconds": seconds, "inputs": inputs, "shards": unchanged.shards_hash(output.path)}
+                summary = report.write_report(output.path, run, output.fresh, output_format)
+            seconds = time.monotonic() - started
+    except (AccountingError, CommitError, OSError) as error:
+        raise JobError(str(error)) from error
+    return _conclude(options, output.path, Counts(**summary["counts"]), seconds)
+
+
+def _run(pipeline: beam.Pipeline, output: str) -> None:
+    try:
+        prepare(output)
         with watch():
             state = pipeline.run().wait_until_finish()
     except Exception as error:  # whatever failed, on whichever runner, the user gets one line
         raise JobError(f"{_cause(error)}; the same command goes on from the last finished shard") from error
     if state != PipelineState.DONE:
         raise JobError(f"the job ended as {state}; the same command goes on from the last finished shard")
-    seconds = time.monotonic() - started
-    try:
-        summary = report.write_report(output.path, {"seconds": round(seconds, 1)}, output.fresh, output_format)
-    except (AccountingError, CommitError, OSError) as error:
-        raise JobError(str(error)) from error
-    return _conclude(options, output.path, Counts(**summary["counts"]), seconds)
 
 
 def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Recipe]:
     """Reads everything of the checkpoint but its weights, whose names it checks, and settles the recipe."""
     root = fetch.checkpoint_folder(options.checkpoint, options.variant)
     family = family_of(root)
-    description = family.describe(root, options.scheduler)
-    family.check(root, options.variant)
+    sampling = settle_sampling(options)
+    description = family.describe(root, sampling.scheduler, sampling.scheduler_options)
+    family.check(root, options.variant, sampling.scheduler, sampling.scheduler_options)
     width, height = options.width or description.side, options.height or description.side
     for name, value in (("width", width), ("height", height)):
         if value % description.size_multiple:
@@ -101,15 +116,17 @@ def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Re
         seed=options.seed,
         width=width,
         height=height,
-        num_inference_steps=options.num_inference_steps,
-        guidance_scale=options.guidance_scale,
+        num_inference_steps=sampling.num_inference_steps,
+        guidance_scale=sampling.guidance_scale,
         negative_prompt=options.negative_prompt,
         num_images_per_prompt=options.num_images_per_prompt,
+        scheduler_options=sampling.scheduler_options,
     )
     spec = ModelSpec(
         checkpoint=options.checkpoint,
         identity=recipe.checkpoint,
         scheduler=recipe.scheduler,
+        scheduler_options=recipe.scheduler_options,
         dtype=dtype,
         per_device_batch_size=recipe.per_device_batch_size,
         variant=options.variant,
@@ -146,6 +163,13 @@ def _images_per_shard(options: GenerateOptions, batch_size: int) -> int:
     if options.images_per_shard % batch_size:
         raise UsageError(f"--images_per_shard must be a multiple of the batch of {batch_size}, or be left out")
     return options.images_per_shard
+
+
+def _output_format(options: GenerateOptions) -> OutputFormat:
+    try:
+        return OutputFormat(options.format, options.image_format, options.image_quality)
+    except ValueError as error:
+        raise UsageError(f"--image_quality: {error}") from error
 
 
 def _local(options: PipelineOptions) -> bool:

@@ -16,6 +16,7 @@ from transforms.pictures import DEFAULT_QUALITY, IMAGE_FORMATS
 # Runners whose workers are this machine, and mostly this process.
 LOCAL_RUNNERS = ("FnApiRunner", "DirectRunner", "PrismRunner", "BundleBasedDirectRunner")
 DEVICES = ("tpu", "gpu", "cpu")
+PRESETS = ("turbo", "lightning", "lcm")
 EXIT_STATUS = """
 exit status:
   0  every record is accounted for: an image, made before, a duplicate, or rejected with its reason in OUTPUT/rejects
@@ -48,6 +49,8 @@ class GenerateOptions:
     checkpoint: str
     variant: str | None
     scheduler: str | None
+    scheduler_options: Sequence[str]
+    preset: str | None
     dtype: str
     device: str | None
     per_device_batch_size: int
@@ -56,8 +59,8 @@ class GenerateOptions:
     seed: int
     width: int | None
     height: int | None
-    num_inference_steps: int
-    guidance_scale: float
+    num_inference_steps: int | None
+    guidance_scale: float | None
     negative_prompt: str | None
     num_images_per_prompt: int
     images_per_shard: int | None
@@ -106,6 +109,16 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--variant", metavar="NAME", help="of the weight files, such as fp16")
     model.add_argument("--scheduler", metavar="CLASS", help="diffusers' name of a sampler (default: the checkpoint's)")
     model.add_argument(
+        "--scheduler_options",
+        nargs="+",
+        default=(),
+        metavar="NAME=VALUE",
+        help="take the place of those in the checkpoint's scheduler_config.json, such as use_karras_sigmas=true",
+    )
+    model.add_argument(
+        "--preset", choices=PRESETS, help="scheduler, its options, steps and guidance of a few-step checkpoint"
+    )
+    model.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: float32 on CPU, else bfloat16"
     )
     model.add_argument("--device", choices=DEVICES, help="must be there (default: the best that is)")
@@ -121,8 +134,8 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     )
     records.add_argument("--width", type=_side, metavar="PIXELS", help="default: the checkpoint's")
     records.add_argument("--height", type=_side, metavar="PIXELS", help="default: the checkpoint's")
-    records.add_argument("--num_inference_steps", type=_steps, default=20, metavar="N", help="default 20")
-    records.add_argument("--guidance_scale", type=_guidance, default=5.0, metavar="G", help="default 5; 1 is none")
+    records.add_argument("--num_inference_steps", type=_steps, metavar="N", help="default 20, or the preset's")
+    records.add_argument("--guidance_scale", type=_guidance, metavar="G", help="default 5, or the preset's; 1 is none")
     records.add_argument("--negative_prompt", metavar="TEXT")
     records.add_argument("--num_images_per_prompt", type=_positive, default=1, metavar="N", help="default 1")
 
@@ -131,6 +144,23 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         "--images_per_shard", type=_positive, metavar="N", help="committed together (default: whole batches, about 64)"
     )
     job.add_argument("--verbose", action="store_true", help="log what Beam and JAX say, and tracebacks")
+
+
+def add_verify_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `verify`."""
+    parser.add_argument("output", metavar="DIR", help="an output of generate or pack, a folder or gs://bucket/folder")
+    parser.add_argument("--verbose", action="store_true", help="log more, and tracebacks")
+
+
+def add_pack_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `pack`."""
+    parser.add_argument("source", metavar="DIR", help="an output of generate, a folder or gs://bucket/folder")
+    parser.add_argument("--format", choices=tuple(FORMATS), required=True, help="of the output")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder or gs://bucket/folder of its own")
+    parser.add_argument(
+        "--samples_per_shard", type=_positive, default=256, metavar="N", help="in memory at a time (default 256)"
+    )
+    parser.add_argument("--verbose", action="store_true", help="log more, and tracebacks")
 
 
 def beam_options(arguments: Sequence[str], own_flags: Sequence[str]) -> PipelineOptions:

@@ -1,4 +1,4 @@
-"""An output and the recipe that it holds: recipe.json, written before the first shard and compared by every later run."""
+"""An output and its recipe: recipe.json, written before the first shard and compared by every later run."""
 
 import dataclasses
 import hashlib
@@ -12,7 +12,6 @@ from pipeline.options import UsageError
 from transforms import storage
 from transforms.commits import list_commits
 from transforms.formats import FORMATS, OutputFormat
-from transforms.pictures import IMAGE_FORMATS
 
 FILE = "recipe.json"
 PACKAGES = (
@@ -27,22 +26,32 @@ class Output:
 
     Attributes:
       path: where this recipe's shards go.
+      new: whether it has no recipe.json yet.
       fresh: whether no shard is there yet.
     """
 
     path: str
+    new: bool
     fresh: bool
 
 
 def open_output(output: str, recipe: Recipe, output_format: OutputFormat, on_recipe_change: str = "refuse") -> Output:
-    """Writes recipe.json, or compares with the one that is there.
+    """Writes recipe.json, or compares with the one that is there; see `find_output`."""
+    found = find_output(output, recipe, output_format, on_recipe_change)
+    if found.new:
+        write_recipe(found.path, recipe, output_format)
+    return found
+
+
+def find_output(output: str, recipe: Recipe, output_format: OutputFormat, on_recipe_change: str = "refuse") -> Output:
+    """Where the shards of this recipe go; nothing is written yet, for the rest of the command may be wrong.
 
     Args:
       on_recipe_change: what to do if the output holds another recipe: "refuse", or "new" for a place of its own,
         OUT/recipes/<hash of the recipe>, which is an output like any other.
 
     Raises:
-      UsageError: the output cannot be written, or holds another recipe.
+      UsageError: the output cannot be read, or holds another recipe.
     """
     ours = _content(recipe, output_format)
     try:
@@ -57,18 +66,23 @@ def open_output(output: str, recipe: Recipe, output_format: OutputFormat, on_rec
                 f"{output} holds pictures of another recipe ({'; '.join(changes)}); take another --output, or "
                 "--on_recipe_change=new"
             )
-        if changes is None:
-            write_recipe(output, recipe, output_format)
-        return Output(output, fresh=next(iter(list_commits(output)), None) is None)
+        return Output(output, new=changes is None, fresh=next(iter(list_commits(output)), None) is None)
     except OSError as error:
-        raise UsageError(f"--output {output} cannot be written: {error}") from error
+        raise UsageError(f"--output {output} cannot be read: {error}") from error
 
 
 def write_recipe(output: str, recipe: Recipe, output_format: OutputFormat) -> None:
-    """Writes recipe.json, with the versions of everything that decides bytes."""
+    """Writes recipe.json, with the versions of everything that decides bytes.
+
+    Raises:
+      UsageError: the output cannot be written.
+    """
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     content = {**_content(recipe, output_format), "versions": versions}
-    storage.write_file(output, FILE, json.dumps(content, indent=1).encode() + b"\n")
+    try:
+        storage.write_file(output, FILE, json.dumps(content, indent=1).encode() + b"\n")
+    except OSError as error:
+        raise UsageError(f"--output {output} cannot be written: {error}") from error
 
 
 def read_recipe(output: str) -> tuple[Recipe, OutputFormat]:
@@ -82,10 +96,10 @@ def read_recipe(output: str) -> tuple[Recipe, OutputFormat]:
         recipe, output_format = Recipe(**content["recipe"]), OutputFormat(**content["output"])
     except OSError as error:
         raise UsageError(f"{output} is not an output of this program: {error}") from error
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise UsageError(_broken(output, error)) from error
-    if output_format.format not in FORMATS or output_format.image_format not in IMAGE_FORMATS:
-        raise UsageError(_broken(output, f"{output_format} is not known"))
+    if output_format.format not in FORMATS:
+        raise UsageError(_broken(output, f"unknown format {output_format.format}"))
     return recipe, output_format
 
 

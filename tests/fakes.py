@@ -64,12 +64,20 @@ class _Weights:
 
 
 def run(
-    inputs, output, handler=None, recipe=RECIPE, images_per_shard=4, batch_size=4, fresh_start=True, **settings
+    inputs,
+    output,
+    handler=None,
+    recipe=RECIPE,
+    images_per_shard=4,
+    batch_size=4,
+    fresh_start=True,
+    options=None,
+    **settings,
 ) -> None:
     """Runs the whole graph on the fake model, in this process."""
     if fresh_start:
         generate.prepare(str(output))
-    with TestPipeline(runner=FnApiRunner()) as pipeline:
+    with TestPipeline(FnApiRunner(), options=options) as pipeline:
         generate.build(
             pipeline,
             patterns=[str(path) for path in ([inputs] if isinstance(inputs, str | Path) else inputs)],

@@ -13,7 +13,7 @@ import json
 import tarfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 from pyarrow import parquet
@@ -22,7 +22,7 @@ from transforms import storage
 from transforms.metadata import SCHEMA
 from transforms.pictures import DEFAULT_QUALITY, IMAGE_FORMATS
 
-Rows = list[dict[str, object]]
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,25 @@ class OutputFormat:
     """How an output stores its pictures: it decides their files' bytes but not their pixels.
 
     So it stands in recipe.json, where another one is refused, and not in a picture's digest.
+
+    Raises:
+      ValueError: if a quality is given for a format that has none.
     """
 
     format: str = "folder"
     image_format: str = "png"
     image_quality: int | None = None
 
+    def __post_init__(self):
+        lossy = IMAGE_FORMATS[self.image_format].lossy
+        if self.image_quality and not lossy:
+            raise ValueError(f"{self.image_format} has no quality, it keeps every pixel")
+        if lossy and not self.image_quality:
+            object.__setattr__(self, "image_quality", DEFAULT_QUALITY)
+
     @property
     def suffix(self) -> str:
         return IMAGE_FORMATS[self.image_format].suffix
-
-    @property
-    def quality(self) -> int:
-        return self.image_quality or DEFAULT_QUALITY
 
 
 FOLDER_OF_PNG = OutputFormat()
@@ -235,7 +241,7 @@ class Parquet:
 FORMATS: dict[str, Format] = {"folder": Folder(), "webdataset": WebDataset(), "parquet": Parquet()}
 
 
-def jsonl(rows: Iterable[dict[str, object]]) -> bytes:
+def jsonl(rows: Iterable[dict[str, Any]]) -> bytes:
     """Rows as lines of JSON."""
     return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
 

@@ -121,7 +121,7 @@ def _nothing_follows(path: str, chunk: bytes, file: IO[bytes]) -> None:
 
 def _row(position: int, text: str, columns: Columns, name: str) -> Row:
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
+        value = _DECODER.decode(text)
     except RecursionError:
         return Row(position, text, problem="nested too deeply")
     except ValueError as error:
@@ -142,3 +142,6 @@ def _finite_float(text: str) -> float:
     if value in (float("inf"), float("-inf")):
         raise ValueError(f"{text[:40]} is beyond the range of numbers")
     return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from transforms import commits, rejects, storage
 
-_SHARD = re.compile(r"[0-9a-f]{20}")
+# Those that are generated have a hash for a name, those that are packed a number.
+_SHARD = re.compile(r"[0-9a-f]{20}|[0-9]{6}")
 _PICTURE = re.compile(r"[0-9a-f]{32}\.(png|jpg|webp)|metadata\.jsonl")
-_FILE = re.compile(r"([0-9a-f]{20})\.(tar|parquet|jsonl)")
+_FILE = re.compile(r"([0-9a-f]{20}|[0-9]{6})\.(tar|parquet|jsonl)")
 
 
 def clear_leftovers(output: str) -> None:
@@ -19,8 +20,12 @@ def clear_leftovers(output: str) -> None:
     would cost more than the leftovers: a resumed run writes over them. Only files with a shard's own names go: this may
     be a folder in which a person keeps other things too.
     """
-    if not storage.is_local(output):
-        return
+    if storage.is_local(output):
+        with storage.writing(output, alone=True):
+            _clear(output)
+
+
+def _clear(output: str) -> None:
     shutil.rmtree(storage.join(output, storage.TEMPORARY), ignore_errors=True)
     committed = {Path(path).stem for path in commits.list_commits(output)}
     for shard in Path(output, "images").glob("*/"):

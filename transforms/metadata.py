@@ -38,10 +38,18 @@ SCHEMA: dict[str, str] = {
 }
 
 
+# What a request says of the picture and not of the record that asked for it.
+_IN_THE_FILE = [
+    field.name
+    for field in dataclasses.fields(ImageRequest)
+    if field.name not in ("id", "image_index", "source", "position", "extra")
+]
+
+
 def row(request: ImageRequest, result: ImageResult, recipe: Recipe, file_name: str, sha256: str) -> dict[str, object]:
     """The columns of `SCHEMA` for one image, in that order; `file_name` is relative to the row's own file."""
     known = {
-        **dataclasses.asdict(request),
+        **vars(request),
         "file_name": file_name,
         "key": request.key,
         "negative_prompt": request.negative_prompt or "",
@@ -59,8 +67,7 @@ def recipe_text(request: ImageRequest, recipe: Recipe, limit: int | None = None)
 
     Texts that would make it longer than `limit` characters, which not every image format can hold, are left out.
     """
-    about_the_record = ("id", "image_index", "source", "position", "extra")
-    fields = {name: value for name, value in dataclasses.asdict(request).items() if name not in about_the_record}
+    fields = {name: getattr(request, name) for name in _IN_THE_FILE}
     text = json.dumps({**fields, **recipe.of_model()}, sort_keys=True)
     if limit and len(text) > limit:
         fields = {name: value for name, value in fields.items() if name not in ("prompt", "negative_prompt")}

@@ -24,29 +24,30 @@ class ImageFormat:
 
     Attributes:
       suffix: of file names, with the dot.
-      encode: takes an RGB image (height, width, 3), the text for the file and the quality from 1 to 100.
+      encode: takes an RGB image (height, width, 3), the text for the file and the quality from 1 to 100, None if
+        there is none.
       lossy: whether there is a quality.
       max_text: longest text that fits into the file, in characters.
     """
 
     suffix: str
-    encode: Callable[[np.ndarray, str, int], bytes]
+    encode: Callable[[np.ndarray, str, int | None], bytes]
     lossy: bool
     max_text: int | None = None
 
 
-def _png(image: np.ndarray, text: str, quality: int) -> bytes:
+def _png(image: np.ndarray, text: str, quality: int | None) -> bytes:
     info = PngImagePlugin.PngInfo()
     info.add_text(KEYWORD, text)
     return _saved(image, "PNG", pnginfo=info, compress_level=_PNG_LEVEL)
 
 
-def _jpeg(image: np.ndarray, text: str, quality: int) -> bytes:
+def _jpeg(image: np.ndarray, text: str, quality: int | None) -> bytes:
     # No subsampling: half the resolution in colour is what a training set of coloured edges would learn.
     return _saved(image, "JPEG", exif=_exif(text), quality=quality, subsampling=0, optimize=False, progressive=False)
 
 
-def _webp(image: np.ndarray, text: str, quality: int) -> bytes:
+def _webp(image: np.ndarray, text: str, quality: int | None) -> bytes:
     return _saved(image, "WEBP", exif=_exif(text), quality=quality, method=_WEBP_METHOD, lossless=False, exact=False)
 
 

@@ -109,6 +109,15 @@ def match_inputs(
     Raises:
       InputError: if a pattern matches nothing, or a file is of an unknown kind, damaged or without a prompt column.
     """
+    files = find_inputs(patterns)
+    columns = Columns(prompt_column, id_column)
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda file: next(_rows(file, columns), None), (file for file in files if not file.whole)))
+    return files
+
+
+def find_inputs(patterns: Sequence[str]) -> list[InputFile]:
+    """The input files in the order of their sources; see `match_inputs`, which also looks into them."""
     files: dict[str, InputFile] = {}
     paths_of: dict[str, str] = {}
     for pattern in patterns:
@@ -124,9 +133,6 @@ def match_inputs(
                     "that covers both, such as */prompts.jsonl"
                 )
             files[file.path] = file
-    columns = Columns(prompt_column, id_column)
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda file: next(_rows(file, columns), None), (f for f in files.values() if not f.whole)))
     return sorted(files.values(), key=lambda file: file.source)
 
 
@@ -141,7 +147,7 @@ def _match(pattern: str) -> list[InputFile]:
         fixed = pattern[: wildcard.start()].rpartition("/")[0]
         files = [InputFile(path, path[len(fixed) :].lstrip("/")) for path in _glob(pattern)]
     except BeamIOError as error:
-        raise InputError(f"{pattern}: cannot be listed: {error}") from error
+        raise InputError(f"{pattern}: cannot be listed: {_one_line(error)}") from error
     # As a shell does: a wildcard does not mean .DS_Store; nor an object that stands for a folder.
     files = [file for file in files if not re.search(r"(^|/)(\.|$)", file.source)]
     if not files:
@@ -177,11 +183,11 @@ def _rows(file: InputFile, columns: Columns) -> Iterator[Row]:
         with FileSystems.open(file.path, compression_type=CompressionTypes.UNCOMPRESSED) as stored:
             yield from reader(file.path, decompress(stored), columns)
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise InputError(f"{file.path}: the compressed file is damaged: {error}") from error
+        raise InputError(f"{file.path}: the compressed file is damaged: {_one_line(error)}") from error
     except pyarrow.ArrowException as error:
-        raise InputError(f"{file.path}: the parquet file is damaged: {error}") from error
+        raise InputError(f"{file.path}: the parquet file is damaged: {_one_line(error)}") from error
     except OSError as error:
-        raise InputError(f"{file.path}: cannot be read: {error}") from error
+        raise InputError(f"{file.path}: cannot be read: {_one_line(error)}") from error
 
 
 def _reader(file: InputFile) -> tuple[Reader, Callable[[IO[bytes]], IO[bytes]]]:
@@ -199,6 +205,10 @@ def _reader(file: InputFile) -> tuple[Reader, Callable[[IO[bytes]], IO[bytes]]]:
             f"{', '.join(DECOMPRESS)}"
         )
     return reader, decompress or _as_stored
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _as_stored(file: IO[bytes]) -> IO[bytes]:

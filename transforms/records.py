@@ -25,6 +25,8 @@ _PROMPT_COLUMNS = ("prompt", "caption", "text", "prompt_en")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
+_EXTRA = json.JSONEncoder(sort_keys=True, allow_nan=False)
+
 Value = str | int | float | tuple[int, int]
 
 
@@ -120,7 +122,7 @@ def parse(
     }
     rest = {name: value for name, value in columns.items() if name not in (prompt_name, id_name, *FIELDS)}
     try:
-        extra = json.dumps(rest, sort_keys=True, allow_nan=False)
+        extra = _EXTRA.encode(rest)
     except (ValueError, RecursionError, TypeError) as error:
         raise RecordError(f"the other columns cannot be kept as JSON: {error}") from None
     identity = f"{source}:{position}" if record_id is None else _id(id_name, record_id)

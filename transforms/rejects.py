@@ -12,7 +12,7 @@ from transforms import storage
 from transforms.records import Reject
 
 FOLDER = "rejects"
-_INPUT = "input-"
+INPUT = "input-"  # begins the names of lists that are of no shard
 # Rejects in one file: few enough to be sorted in memory when every record of an input is bad.
 _RECORDS_PER_FILE = 10_000
 
@@ -38,7 +38,7 @@ class WriteRejects(beam.PTransform):
 
 def _write(output: str, part: tuple[str, int], rejects: Iterable[Reject]) -> None:
     source, number = part
-    name = f"{FOLDER}/{_INPUT}{hashlib.sha256(source.encode()).hexdigest()[:12]}-{number:06d}.jsonl"
+    name = f"{FOLDER}/{INPUT}{hashlib.sha256(source.encode()).hexdigest()[:12]}-{number:06d}.jsonl"
     ordered = sorted(rejects, key=lambda reject: reject.position)
     storage.write_file(output, name, "".join(f"{json.dumps(asdict(reject))}\n" for reject in ordered).encode())
 
@@ -50,5 +50,5 @@ def path_of(shard: str) -> str:
 
 def clear_input_rejects(output: str) -> None:
     """Deletes the input's rejects of the run before; the next run reads all of the input again and finds its own."""
-    stale = [f"{FOLDER}/{name}" for name in storage.list_files(output, FOLDER) if name.startswith(_INPUT)]
+    stale = [f"{FOLDER}/{name}" for name in storage.list_files(output, FOLDER) if name.startswith(INPUT)]
     storage.delete_files(output, stale)

@@ -4,6 +4,8 @@ import dataclasses
 from typing import cast
 
 import apache_beam as beam
+from apache_beam.transforms.window import GlobalWindow
+from apache_beam.utils.windowed_value import WindowedValue
 
 from model_handlers.recipe import MAX_SEED, MAX_SIDE, MAX_STEPS, ImageRequest, Recipe, derived_seed, digest
 from transforms.records import PromptRecord, RecordError, Reject
@@ -30,6 +32,10 @@ class _Expand(beam.DoFn):
     def __init__(self, recipe: Recipe):
         self._recipe = recipe
 
+    def start_bundle(self):
+        # Added up here, since two elements more for each record would cost a runner as much as the record.
+        self._records = self._images = 0
+
     def process(self, record: PromptRecord):
         try:
             requests = expand(record, self._recipe)
@@ -37,9 +43,14 @@ class _Expand(beam.DoFn):
             place = (record.source, record.position, record.id)
             yield beam.pvalue.TaggedOutput("rejects", Reject(*place, "request", str(error), record.as_input()))
         else:
-            yield beam.pvalue.TaggedOutput("fates", ("records_expanded", 1))
-            yield beam.pvalue.TaggedOutput("fates", ("images_requested", len(requests)))
+            self._records += 1
+            self._images += len(requests)
             yield from requests
+
+    def finish_bundle(self):
+        for fate in (("records_expanded", self._records), ("images_requested", self._images)):
+            value = WindowedValue(fate, GlobalWindow().max_timestamp(), (GlobalWindow(),))
+            yield beam.pvalue.TaggedOutput("fates", value)
 
 
 def expand(record: PromptRecord, recipe: Recipe) -> list[ImageRequest]:

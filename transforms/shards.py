@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 import apache_beam as beam
 
 from model_handlers.recipe import ImageRequest, Shard
+from transforms.coders import PackByBucket, unpack
 
 _BUCKETS = 1024
 
@@ -35,23 +36,35 @@ class GroupIntoShards(beam.PTransform):
     def expand(self, requests):
         buckets = (
             requests
-            | "ByBucket" >> beam.Map(lambda request: (_bucket(request), request))
+            | "Pack" >> beam.ParDo(PackByBucket(_bucket)).with_output_types(tuple[tuple[int, int, int], bytes])
             | "Buckets" >> beam.GroupByKey()
-            | "CutBuckets" >> beam.ParDo(_CutBucket(self._images_per_shard)).with_outputs("rest", main="shards")
+            | "CutBuckets"
+            >> beam.ParDo(_CutBucket(self._images_per_shard))
+            .with_output_types(Shard)
+            .with_outputs("rest", main="shards")
         )
         rest = (
             buckets.rest
-            | "BySize" >> beam.Map(lambda request: ((request.width, request.height), request))
+            | "BySize" >> beam.Map(_by_size)
             | "Sizes" >> beam.GroupByKey()
-            | "CutSizes" >> beam.FlatMapTuple(lambda _, group: _cut(group, self._images_per_shard))
+            | "CutSizes" >> beam.FlatMap(_cut_sizes, self._images_per_shard)
         )
         return (
             (buckets.shards, rest)
             | "AllShards" >> beam.Flatten()
             # Breaks fusion: else one worker would make all shards of a bucket, one after the other.
             | "SpreadShards" >> beam.Reshuffle()
-            | "Padding" >> beam.ParDo(_CountPadding(self._batch_size)).with_outputs("fates", main="shards")
+            | "Padding"
+            >> beam.ParDo(_CountPadding(self._batch_size)).with_output_types(Shard).with_outputs("fates", main="shards")
         )
+
+
+def _by_size(request: ImageRequest):
+    return (request.width, request.height), request
+
+
+def _cut_sizes(group: tuple[tuple[int, int], Iterable[ImageRequest]], length: int) -> Iterable[Shard]:
+    return _cut(group[1], length)
 
 
 def _bucket(request: ImageRequest) -> tuple[int, int, int]:
@@ -77,8 +90,8 @@ class _CutBucket(beam.DoFn):
         self._length = length
 
     def process(self, element):
-        _, group = element
-        for shard in _cut(group, self._length):
+        _, packs = element
+        for shard in _cut((request for pack in packs for request in unpack(pack)), self._length):
             if len(shard.requests) == self._length:
                 yield shard
             else:

@@ -1,29 +1,27 @@
 """Whole files, local or on Cloud Storage, such that nobody ever sees half of one.
 
-Locally: a temporary file in `OUT/.tmp`, fsync, rename. On Cloud Storage an upload is atomic by itself, and there is no
-rename at all, so the same design works on every object store.
+Locally: a temporary file in `OUT/.tmp`, fsync, rename. On Cloud Storage an upload is atomic by itself (see `gcs`), and
+there is no rename at all.
 """
 
+import fcntl
 import os
 import re
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from apache_beam.io.filesystem import CompressionTypes
-from apache_beam.io.filesystems import FileSystems
+from transforms import gcs
 
 TEMPORARY = ".tmp"
-# What Cloud Storage answers when it wants the same request again a little later.
-_TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
-_ATTEMPTS = 5
+_SECONDS_TO_WAIT = 60.0
 
 
 def is_local(path: str) -> bool:
     """Whether the path names a file of this machine and not an object, such as gs://bucket/name."""
-    return FileSystems.get_scheme(path) is None
+    return not re.match(r"[a-z][a-z0-9+.-]*://", path)
 
 
 def join(folder: str, *names: str) -> str:
@@ -35,13 +33,13 @@ def write_file(output: str, name: str, data: bytes) -> None:
     """Writes the file `name`, relative to the folder `output`; it appears whole or not at all, also when written twice.
 
     Raises:
-      OSError: locally, for instance a full disk; nothing is left behind then.
+      OSError: for instance a full disk; nothing is left behind then.
     """
     path = join(output, name)
     if is_local(output):
         _write_local(output, Path(path), data)
     else:
-        _upload(path, data)
+        gcs.write(_object(path), data)
 
 
 def _write_local(output: str, path: Path, data: bytes) -> None:
@@ -59,22 +57,6 @@ def _write_local(output: str, path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _upload(path: str, data: bytes) -> None:
-    # Repeating is safe: an upload replaces the object by the same bytes.
-    for attempt in range(_ATTEMPTS):
-        try:
-            with FileSystems.create(path, compression_type=CompressionTypes.UNCOMPRESSED) as file:
-                file.write(data)
-            return
-        except Exception as error:
-            transient = isinstance(error, ConnectionError | TimeoutError) or (
-                getattr(error, "code", None) in _TRANSIENT_STATUS
-            )
-            if not transient or attempt == _ATTEMPTS - 1:
-                raise
-            time.sleep(2**attempt)
-
-
 def make_durable(output: str, folder: str) -> None:
     """Waits until the names of the files in a folder are on the disk; after a power cut a rename alone may be lost."""
     path = join(output, folder)
@@ -90,46 +72,78 @@ def read_file(path: str) -> bytes:
     """The bytes of a file as they are: nothing is decompressed.
 
     Raises:
-      OSError: if it does not exist or cannot be read (Beam's own errors are OSErrors too).
+      OSError: if it does not exist or cannot be read.
     """
-    if is_local(path):
-        return Path(path).read_bytes()
-    with FileSystems.open(path, compression_type=CompressionTypes.UNCOMPRESSED) as file:
-        return file.read()
+    return Path(path).read_bytes() if is_local(path) else gcs.read_bytes(_object(path))
 
 
 def list_files(output: str, folder: str) -> Iterator[str]:
     """Names, sorted, of the files that lie directly in a folder of the output; none if there is no such folder."""
-    path = join(output, folder)
-    if is_local(output):
-        # Not by Beam, which walks all that lies below a folder, here every picture, to list what is in it.
-        if Path(path).is_dir():
-            with os.scandir(path) as entries:
-                yield from sorted(entry.name for entry in entries if entry.is_file())
-        return
-    (match,) = FileSystems.match([re.sub(r"[\[*?]", r"[\g<0>]", path) + "/*"])
-    yield from sorted(metadata.path.rsplit("/", 1)[1] for metadata in match.metadata_list)
+    yield from _children(join(output, folder))[0]
 
 
 def list_folders(output: str, folder: str) -> Iterator[str]:
     """Names, sorted, of the folders that lie directly in a folder of the output."""
-    path = join(output, folder)
-    if is_local(output):
-        if Path(path).is_dir():
-            with os.scandir(path) as entries:
-                yield from sorted(entry.name for entry in entries if entry.is_dir())
-        return
-    (match,) = FileSystems.match([re.sub(r"[\[*?]", r"[\g<0>]", path) + "/**"])
-    below = (metadata.path.removeprefix(path).lstrip("/") for metadata in match.metadata_list)
-    yield from sorted({name.split("/")[0] for name in below if "/" in name})
+    yield from _children(join(output, folder))[1]
+
+
+def _children(path: str) -> tuple[list[str], list[str]]:
+    if not is_local(path):
+        return gcs.children(_object(path))
+    if not Path(path).is_dir():
+        return [], []
+    with os.scandir(path) as entries:
+        kinds = [(entry.name, entry.is_dir()) for entry in entries]
+    return sorted(name for name, is_dir in kinds if not is_dir), sorted(name for name, is_dir in kinds if is_dir)
 
 
 def delete_files(output: str, names: list[str]) -> None:
     """Deletes files, named relative to the output; one that is gone already is no error."""
-    if is_local(output):
-        for name in names:
-            Path(join(output, name)).unlink(missing_ok=True)
-    elif names:
-        # An object that another worker deleted first is as gone as we want it.
-        with suppress(FileNotFoundError):
-            FileSystems.delete([join(output, name) for name in names])
+    for name in names:
+        path = join(output, name)
+        if is_local(path):
+            Path(path).unlink(missing_ok=True)
+        else:
+            gcs.delete(_object(path))
+
+
+@contextmanager
+def writing(output: str, alone: bool = False) -> Iterator[None]:
+    """Held while the files of a shard are written, and with `alone` while leftovers are cleared away.
+
+    A worker may live on for a moment when the run that it belonged to was killed. Were leftovers cleared while it
+    writes a shard, it would commit one of which files are missing. Local only: on Cloud Storage nothing is cleared.
+
+    Raises:
+      OSError: if others hold it for longer than a shard can take.
+    """
+    if not is_local(output):
+        yield
+        return
+    Path(output).mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(output, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + _SECONDS_TO_WAIT
+        while not _locked(descriptor, fcntl.LOCK_EX if alone else fcntl.LOCK_SH):
+            if time.monotonic() > deadline:
+                raise OSError(f"{output}: another process keeps writing there")
+            time.sleep(0.05)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system that locks no folders, as some on the network
+    return True
+
+
+def _object(path: str) -> str:
+    if not gcs.is_object(path):
+        raise OSError(f"{path}: an output is a local folder or gs://bucket/folder")
+    return path

@@ -87,7 +87,8 @@ def _rows(path: str, table: Iterator[Cells], columns: Columns, separator: str) -
 
 
 def _check_header(path: str, header: list[str], columns: Columns) -> None:
-    found = ", ".join(header)[:500]
+    # For a terminal: a damaged header may hold line ends and worse.
+    found = "".join(char if char.isprintable() else " " for char in ", ".join(header)[:500])
     if columns.prompt and columns.prompt not in header:
         raise InputError(f"{path}: no column {columns.prompt!r}; columns found: {found}")
     if columns.id and columns.id not in header:
@@ -120,7 +121,7 @@ def _row_by_row(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:
         yield from [_plain(row) for row in batch.to_pylist()]
     except ValueError as error:  # text that is not UTF-8, a time that Python cannot hold
         if len(batch) == 1:
-            yield f"cannot be read: {error}"
+            yield "cannot be read: " + " ".join(str(error).split())
             return
         for place in range(len(batch)):
             yield from _row_by_row(batch.slice(place, 1))

@@ -118,44 +118,56 @@ def write_shard(
     Raises:
       ValueError: if the results do not answer the shard's requests one to one.
     """
-    pairs = _match(shard, results)
+    with storage.writing(output):
+        written = _write(output, recipe, _match(shard, results), shard.name, output_format, run_all)
+    progress.add(done=written.written, rejected=written.rejected)
+    return written
+
+
+def _write(
+    output: str,
+    recipe: Recipe,
+    pairs: list[tuple[ImageRequest, ImageResult]],
+    shard: str,
+    output_format: OutputFormat,
+    run_all: Callable,
+) -> WrittenShard:
     made = [(request, result) for request, result in pairs if result.image is not None]
     failed = [(request, result) for request, result in pairs if result.image is None]
     image_format = IMAGE_FORMATS[output_format.image_format]
-    writer = FORMATS[output_format.format].writer(output, shard.name)
+    writer = FORMATS[output_format.format].writer(output, shard)
 
     def write_image(pair: tuple[ImageRequest, ImageResult]) -> tuple[str, int]:
         request, result = pair
         assert result.image is not None
         text = metadata.recipe_text(request, recipe, image_format.max_text)
-        data = image_format.encode(result.image, text, output_format.quality)
-        writer.add(request.key + image_format.suffix, data)
+        data = image_format.encode(result.image, text, output_format.image_quality)
+        writer.add(request.key + output_format.suffix, data)
         return hashlib.sha256(data).hexdigest(), len(data)
 
     files = list(run_all(write_image, made))
     writer.close(
         [
-            metadata.row(request, result, recipe, request.key + image_format.suffix, sha256)
+            metadata.row(request, result, recipe, request.key + output_format.suffix, sha256)
             for (request, result), (sha256, _) in zip(made, files, strict=True)
         ]
     )
     if failed:
-        storage.write_file(output, rejects.path_of(shard.name), jsonl(_reject_row(*pair) for pair in failed))
+        storage.write_file(output, rejects.path_of(shard), jsonl(_reject_row(*pair) for pair in failed))
     else:
         # Of an earlier, unfinished attempt at this shard.
-        storage.delete_files(output, [rejects.path_of(shard.name)])
+        storage.delete_files(output, [rejects.path_of(shard)])
     storage.make_durable(output, rejects.FOLDER)
     commit = Commit(
-        shard=shard.name,
+        shard=shard,
         images=tuple(
             CommittedImage(request.key, sha256, size) for (request, _), (sha256, size) in zip(made, files, strict=True)
         ),
         rejected=tuple(CommittedReject(request.key, str(result.reject_reason)) for request, result in failed),
     )
-    storage.write_file(output, commits.path_of(shard.name), commit.to_json())
+    storage.write_file(output, commits.path_of(shard), commit.to_json())
     storage.make_durable(output, commits.FOLDER)
-    progress.add(done=len(made), rejected=len(failed))
-    return WrittenShard(shard.name, len(made), len(failed), sum(result.truncated for _, result in made))
+    return WrittenShard(shard, len(made), len(failed), sum(result.truncated for _, result in made))
 
 
 def _match(shard: Shard, results: Sequence[ImageResult]) -> list[tuple[ImageRequest, ImageResult]]:

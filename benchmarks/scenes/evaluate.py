@@ -14,7 +14,6 @@ from scipy import ndimage
 
 from benchmarks.scenes.scenes import (
     BACKGROUND_COLOURS,
-    OBJECT_COLOURS,
     PALETTE,
     SHAPES,
     SIDE,
@@ -27,14 +26,16 @@ from benchmarks.scenes.scenes import (
 BORDER = 2  # pixels; objects do not come so near to the edge
 MIN_AREA = 30  # pixels of a patch after opening; the smallest object drawn has about 100
 OUTLINE = 24  # side of the outlines that are compared
+MAX_DIFFERENCE = 0.17  # of outlines, mean; drawn shapes stay below 0.10, and below 0.14 under a blur of one pixel
+MAX_STRETCH = 1.3  # longer side by shorter; drawn shapes stay below 1.1
 BELOW, RIGHT = 0, 1  # axes of a position
 
 
 @dataclass(frozen=True)
 class SeenObject:
-    """A patch of a picture; position is (y, x) of its centre in pixels."""
+    """A patch of a picture; shape None if it is like none, position (y, x) of its centre in pixels."""
 
-    shape: str
+    shape: str | None
     colour: str
     position: tuple[float, float]
 
@@ -68,7 +69,7 @@ def judge(image: np.ndarray, expectation: Expectation) -> Verdict:
     by_both = [p for p in by_colour if all(s.shape == w.shape for s, w in zip(p, wanted, strict=True))]
     relation = None
     if expectation.relation is not None:
-        relation = any(_stands(*(thing.position for thing in p), expectation.relation) for p in by_both or by_colour)
+        relation = any(_stands(a.position, b.position, expectation.relation) for a, b in by_both or by_colour)
     return Verdict(
         background=None if expectation.background is None else background == expectation.background,
         colours=bool(by_colour),
@@ -83,8 +84,8 @@ def look(image: np.ndarray) -> tuple[str, list[SeenObject]]:
     inside = np.zeros(image.shape[:2], bool)
     inside[BORDER:-BORDER, BORDER:-BORDER] = True
     background = _nearest(np.median(pixels[~inside], axis=0)[None], BACKGROUND_COLOURS)[0]
-    # Only colours that can be here: a soft red edge on white is pinker than it is red or white.
-    colours = (background, *(name for name in OBJECT_COLOURS if name != background))
+    # All of the palette, not only the colours of objects: a pink object is a wrong one, not an unseen one.
+    colours = (background, *(name for name in PALETTE if name != background))
     names = _nearest(pixels.reshape(-1, 3), colours).reshape(image.shape[:2])
     seen = []
     for colour in colours[1:]:
@@ -108,9 +109,15 @@ def _stands(first: tuple[float, float], second: tuple[float, float], relation: s
     return bool(sign * offset[axis] > abs(offset[1 - axis]))
 
 
-def _shape(patch: np.ndarray) -> str:
+def _shape(patch: np.ndarray) -> str | None:
+    """The most similar shape; None if none is similar, so that a smudge or an ellipse is not right by chance."""
+    height, width = (np.ptp(np.flatnonzero(patch.any(axis))) + 1 for axis in (1, 0))
+    if max(height, width) > MAX_STRETCH * min(height, width):
+        return None
     outline = _outline(patch)
-    return min(SHAPES, key=lambda shape: min(np.abs(outline - drawn).mean() for drawn in _drawn_outlines(shape)))
+    differences = {shape: min(np.abs(outline - drawn).mean() for drawn in _drawn_outlines(shape)) for shape in SHAPES}
+    nearest = min(differences, key=differences.__getitem__)
+    return nearest if differences[nearest] <= MAX_DIFFERENCE else None
 
 
 def _outline(patch: np.ndarray) -> np.ndarray:

@@ -3,8 +3,11 @@
     python -m benchmarks.scenes.train --work_dir training --output model_handlers/embedded
 
 Stage 1 trains the VAE on pictures, stage 2 the UNet and both text encoders on its latents: noise prediction on
-SDXL's schedule, captions dropped one time in ten (guidance), loss weighted by min-SNR 5 (Hang et al. 2023), weights
-averaged (EMA). Every few minutes the state is saved in --work_dir, and the same command goes on from there.
+SDXL's schedule, captions dropped one time in ten (guidance), loss weighted by bounded SNR, weights averaged
+(EMA). Every few minutes the state is saved in --work_dir, and the same command goes on from there.
+
+On two cores (AVX-512) a step takes 0.4 s in either stage: 20 minutes, then an hour. What 4,750 of the 9,000 steps of
+stage 2 came to, and what is still aimed at, is in model_handlers/embedded/README.md.
 """
 
 import argparse
@@ -31,7 +34,9 @@ from model_handlers.stable_diffusion.vae import AutoencoderKL, VAEConfig
 
 POOL = 40_000  # examples drawn once; each is seen about ten times, every time with other noise
 CAPTION_DROPOUT = 0.1
-MIN_SNR = 5.0
+# Bounds of a picture's weight, which is its signal-to-noise ratio: the upper is min-SNR (Hang et al. 2023), the lower
+# is ours. Where the objects stand is decided at noise so strong that the plain loss hardly counts it.
+SNR_BOUNDS = (0.1, 5.0)
 EMA = 0.999
 
 VAE = {
@@ -197,7 +202,7 @@ def vae_loss(vae: AutoencoderKL, images: jax.Array, key: jax.Array) -> jax.Array
 
 
 def noise_loss(model: Denoiser, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
-    """Mean squared error of the predicted noise, each example weighted by min(SNR, 5) / SNR."""
+    """Mean squared error of the predicted noise, each example weighted by bounded SNR / SNR."""
     latents, ids, time_ids = batch["latents"], batch["ids"], batch["time_ids"]
     noise_key, time_key = jax.random.split(key)
     alphas = jnp.asarray(samplers.alphas_cumprod(SchedulerConfig.read(SCHEDULER, "SCHEDULER")), jnp.float32)
@@ -212,7 +217,7 @@ def noise_loss(model: Denoiser, batch: dict[str, jax.Array], key: jax.Array) -> 
     kept = batch["kept"]
     predicted = model.unet(noisy, timesteps, text * kept[:, None, None], pooled * kept[:, None], time_ids)
     snr = alpha / (1 - alpha)
-    return jnp.mean(jnp.minimum(snr, MIN_SNR) / snr * (predicted - noise) ** 2)
+    return jnp.mean(jnp.clip(snr, *SNR_BOUNDS) / snr * (predicted - noise) ** 2)
 
 
 def make_step(definition, loss, optimizer: optax.GradientTransformation):

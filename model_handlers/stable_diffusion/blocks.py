@@ -4,6 +4,7 @@ Axes: B batch, H and W positions, C channels, E channels of the time embedding.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +18,19 @@ class GroupNorm(nnx.GroupNorm):
         super().__init__(channels, num_groups=groups, epsilon=epsilon, use_fast_variance=False, rngs=rngs, **dtypes)
 
 
-class NarrowConv(nnx.Conv):
-    """A 3 x 3 convolution to a handful of channels, computed as one to eight.
+def narrow_convolution(x: jax.Array, kernel: jax.Array, *args, **kwargs) -> jax.Array:
+    """`jax.lax.conv_general_dilated` to a handful of channels, computed as one to eight; for `nnx.Conv`.
 
     To fewer than eight XLA on CPU, which calls Eigen's contraction, divides the sum over a position's inputs among its
     threads, and the last bits of a picture would depend on their number: on the machine's cores, and on how many
     virtual devices there are. A TPU pads channels to 128 in any case.
     """
+    channels = kernel.shape[-1]
+    kernel = jnp.pad(kernel, [(0, 0)] * (kernel.ndim - 1) + [(0, max(0, 8 - channels))])
+    return jax.lax.conv_general_dilated(x, kernel, *args, **kwargs)[..., :channels]
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """(B, H, W, in_features) to (B, H, W, out_features)."""
-        spare = max(0, 8 - self.out_features)
-        kernel, bias = jnp.pad(self.kernel[...], [(0, 0)] * 3 + [(0, spare)]), jnp.pad(self.bias[...], (0, spare))
-        x, kernel, bias = self.promote_dtype((x, kernel, bias), dtype=self.dtype)
-        y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        return (y + bias)[..., : self.out_features]
+
+NarrowConv = partial(nnx.Conv, conv_general_dilated=narrow_convolution)
 
 
 class ResnetBlock(nnx.Module):

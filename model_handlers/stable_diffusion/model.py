@@ -1,9 +1,11 @@
 """Stable Diffusion XL from token ids to pictures: the method as free functions, and the model that holds its parts.
 
 Source: Podell et al. 2023; results follow diffusers' StableDiffusionXLPipeline.
-Axes: B batch, T text tokens, X text channels, P pooled channels, h and w latents, H and W pixels, S steps.
+Axes: B batch, T text tokens, X text channels, P pooled channels, h and w latents, H and W pixels, E evaluations of the
+UNet, K slots of a sampler.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,16 +16,18 @@ import numpy as np
 from flax import nnx
 
 from model_handlers import checkpoint, samplers
-from model_handlers.checkpoint import CheckpointError, Description
-from model_handlers.recipe import MAX_STEPS, ImageRequest
-from model_handlers.samplers import SchedulerConfig
+from model_handlers.checkpoint import Description
+from model_handlers.config import ConfigError
+from model_handlers.recipe import ImageRequest
+from model_handlers.samplers import SchedulerConfig, Steps, Tables
 from model_handlers.stable_diffusion.text import CLIPTextModel, TextConfig
 from model_handlers.stable_diffusion.tokens import Tokenizer, Tokens
 from model_handlers.stable_diffusion.unet import UNet2DConditionModel, UNetConfig
 from model_handlers.stable_diffusion.vae import AutoencoderKL, VAEConfig
 
 NETWORKS = ("text_encoder", "text_encoder_2", "unet", "vae")
-SCHEDULERS = {"EulerDiscreteScheduler": samplers.euler_schedule}
+# Length of the sampling tables, which is part of the program's shape.
+MAX_EVALUATIONS = 1000
 
 
 class Inputs(NamedTuple):
@@ -33,24 +37,40 @@ class Inputs(NamedTuple):
       ids, negative_ids: int32 (2, B, T), for the two text encoders.
       no_negative: bool (B,), whether the row has no negative prompt and the checkpoint wants zeros for it.
       seeds: uint32 (B, 2), the high and the low half of a seed.
-      guidance_scale: float32 (B,); up to 1 means no guidance.
       time_ids: float32 (B, 6), original size, crop and target size in pixels, each (height, width).
-      num_inference_steps: int32 (B,).
-      timesteps: float32 (B, MAX_STEPS); sigmas: float32 (B, MAX_STEPS + 1). Each row has its own schedule, and
-        what lies behind its last step is not read.
-      init_noise_sigma: float32 (B,).
+      guidance_scale: float32 (B,); up to 1 means no guidance.
+      num_evaluations: int32 (B,). Each row has its own tables, and what lies behind its last evaluation has no effect.
+      timesteps, input_scale: float32 (B, E); updates: float32 (B, E, K, K + 2); init_noise_sigma: float32 (B,); see
+        `samplers.Tables`.
     """
 
     ids: Any
     negative_ids: Any
     no_negative: Any
     seeds: Any
-    guidance_scale: Any
     time_ids: Any
-    num_inference_steps: Any
+    guidance_scale: Any
+    num_evaluations: Any
     timesteps: Any
-    sigmas: Any
+    input_scale: Any
+    updates: Any
     init_noise_sigma: Any
+
+
+class Loop(NamedTuple):
+    """What any row of a batch needs; the same on every device, so that all go on and leave out together.
+
+    Attributes:
+      num_evaluations: int32 ().
+      noisy: bool (E,), whether some row gets fresh noise at an evaluation.
+    """
+
+    num_evaluations: Any
+    noisy: Any
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> "Loop":
+        return cls(inputs.num_evaluations.max(), inputs.updates[..., samplers.NOISE > 0].any((0, 2, 3)))
 
 
 class Conditioning(NamedTuple):
@@ -82,18 +102,25 @@ class Configs(NamedTuple):
     force_zeros_for_empty_prompt: bool
 
     @classmethod
-    def read(cls, root: Path) -> "Configs":
+    def read(cls, root: Path, scheduler: str | None = None, scheduler_options: str = "{}") -> "Configs":
+        """Reads them all; `scheduler` is the class of the sampler, if not the checkpoint's own.
+
+        `scheduler_options`, as JSON, take the place of what its config says.
+        """
+
         def config(kind, name):
             path = root / name
             return kind.read(checkpoint.read_json(path), str(path))
 
         index = checkpoint.read_json(root / "model_index.json")
+        path = root / "scheduler/scheduler_config.json"
+        options = checkpoint.read_json(path)
         return cls(
             config(TextConfig, "text_encoder/config.json"),
             config(TextConfig, "text_encoder_2/config.json"),
             config(UNetConfig, "unet/config.json"),
             config(VAEConfig, "vae/config.json"),
-            config(SchedulerConfig, "scheduler/scheduler_config.json"),
+            samplers.read(scheduler or options.get("_class_name"), options, str(path), json.loads(scheduler_options)),
             index.get("force_zeros_for_empty_prompt", True),
         )
 
@@ -123,37 +150,53 @@ def embed_guidance(networks: Networks, inputs: Inputs) -> Conditioning:
     )
 
 
-def initial_latents(seeds: jax.Array, init_noise_sigma: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
+def initial_latents(seeds: jax.Array, init_noise_sigma: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Noise (B, h, w, 4) in float32, each row from its own seed: its neighbours and its place do not enter."""
+    return jax.vmap(lambda seed: jax.random.normal(_key(seed), shape))(seeds) * _per_row(init_noise_sigma)
 
-    def noise(seed):
-        return jax.random.normal(jax.random.wrap_key_data(seed, impl="threefry2x32"), shape, jnp.float32)
 
-    return jax.vmap(noise)(seeds) * init_noise_sigma[:, None, None, None]
+def fresh_noise(seeds: jax.Array, evaluation: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Noise (B, h, w, 4) that stochastic samplers add, from each row's own seed and the number of the evaluation."""
+    return jax.vmap(lambda seed: jax.random.normal(jax.random.fold_in(_key(seed), evaluation), shape))(seeds)
 
 
 def denoise(
-    networks: Networks, latents: jax.Array, conditioning: Conditioning, inputs: Inputs, num_loops: jax.Array
+    networks: Networks, latents: jax.Array, conditioning: Conditioning, inputs: Inputs, loop: Loop
 ) -> jax.Array:
-    """Runs every row's own schedule over the latents (B, h, w, 4).
+    """Runs every row's own sampler over the latents (B, h, w, 4); a row that is done keeps its latents."""
 
-    `num_loops` is the largest of the rows' step counts; a row that is done keeps its latents.
-    """
-    guidance_scale = inputs.guidance_scale[:, None, None, None]
+    def step(i, slots):
+        output = predict(
+            networks,
+            slots[:, 0] * _per_row(inputs.input_scale[:, i]),
+            inputs.timesteps[:, i],
+            conditioning,
+            inputs.guidance_scale,
+        )
+        noise = jax.lax.cond(
+            loop.noisy[i],
+            lambda: fresh_noise(inputs.seeds, i, output.shape[1:]),
+            lambda: jnp.zeros_like(output),
+        )
+        active = _per_row(i < inputs.num_evaluations)[:, None]
+        return jnp.where(active, samplers.advance(slots, inputs.updates[:, i], output, noise), slots)
 
-    def step(i, latents):
-        sigma, next_sigma = (inputs.sigmas[:, j][:, None, None, None] for j in (i, i + 1))
-        scaled = samplers.euler_scale_input(latents, sigma)
-        noise = networks.unet(
-            jnp.repeat(scaled, 2, axis=0), jnp.repeat(inputs.timesteps[:, i], 2), *conditioning
-        ).astype(jnp.float32)
-        without, with_prompt = noise[0::2], noise[1::2]
-        guided = without + guidance_scale * (with_prompt - without)
-        noise = jnp.where(guidance_scale > 1, guided, with_prompt)
-        active = (i < inputs.num_inference_steps)[:, None, None, None]
-        return jnp.where(active, samplers.euler_step(latents, noise, sigma, next_sigma), latents)
+    slots = jnp.stack([latents, *[jnp.zeros_like(latents)] * (samplers.SLOTS - 1)], axis=1)
+    return jax.lax.fori_loop(0, loop.num_evaluations, step, slots)[:, 0]
 
-    return jax.lax.fori_loop(0, num_loops, step, latents)
+
+def predict(
+    networks: Networks,
+    latents: jax.Array,
+    timesteps: jax.Array,
+    conditioning: Conditioning,
+    guidance_scale: jax.Array,
+) -> jax.Array:
+    """The UNet's output (B, h, w, 4) with guidance, for latents (B, h, w, 4), timesteps and guidance scales (B,)."""
+    outputs = networks.unet(jnp.repeat(latents, 2, axis=0), jnp.repeat(timesteps, 2), *conditioning)
+    without, with_prompt = outputs[0::2].astype(jnp.float32), outputs[1::2].astype(jnp.float32)
+    scale = _per_row(guidance_scale)
+    return jnp.where(scale > 1, without + scale * (with_prompt - without), with_prompt)
 
 
 def decode(networks: Networks, latents: jax.Array) -> jax.Array:
@@ -162,14 +205,12 @@ def decode(networks: Networks, latents: jax.Array) -> jax.Array:
     return images.astype(jnp.float32) / 2 + 0.5
 
 
-def generate(
-    networks: Networks, inputs: Inputs, num_loops: jax.Array, *, height: int, width: int
-) -> tuple[jax.Array, jax.Array]:
+def generate(networks: Networks, inputs: Inputs, loop: Loop, *, height: int, width: int) -> tuple[jax.Array, jax.Array]:
     """The whole program: a batch to uint8 images (B, H, W, 3) and bool (B,), whether a row stayed finite."""
     scale = networks.vae.config.scale
     shape = (height // scale, width // scale, networks.vae.config.latent_channels)
     latents = initial_latents(inputs.seeds, inputs.init_noise_sigma, shape)
-    latents = denoise(networks, latents, embed_guidance(networks, inputs), inputs, num_loops)
+    latents = denoise(networks, latents, embed_guidance(networks, inputs), inputs, loop)
     images = decode(networks, latents)
     finite = jnp.isfinite(images).all((1, 2, 3)) & jnp.isfinite(latents).all((1, 2, 3))
     return jnp.round(jnp.clip(images, 0, 1) * 255).astype(jnp.uint8), finite
@@ -178,36 +219,34 @@ def generate(
 class StableDiffusionXL:
     """A loaded checkpoint: its networks on the devices, its tokenizers and its sampler on the host."""
 
-    def __init__(self, configs: Configs, networks: Networks, tokenizers: Sequence[Tokenizer], scheduler: str):
+    def __init__(self, configs: Configs, networks: Networks, tokenizers: Sequence[Tokenizer]):
         self.configs = configs
         self.networks = networks
         self._tokenizers = tokenizers
-        self._make_schedule = SCHEDULERS[scheduler]
 
     @classmethod
-    def describe(cls, root: Path, scheduler: str | None = None) -> Description:
-        """Reads the configs only; `scheduler` overrides the checkpoint's own.
+    def describe(cls, root: Path, scheduler: str | None = None, scheduler_options: str = "{}") -> Description:
+        """Reads the configs only; `scheduler` overrides the checkpoint's own, see `Configs.read`.
 
         Raises:
           CheckpointError, ConfigError: something in it is not supported; the message names file and option.
         """
-        configs = Configs.read(root)
-        scheduler = scheduler or checkpoint.read_json(root / "scheduler/scheduler_config.json").get("_class_name")
-        if scheduler not in SCHEDULERS:
-            raise CheckpointError(
-                f"scheduler {scheduler} is not supported; --scheduler takes {', '.join(sorted(SCHEDULERS))}"
-            )
+        configs = Configs.read(root, scheduler, scheduler_options)
         scale = configs.vae.scale
-        return Description("StableDiffusionXLPipeline", scheduler, scale, configs.unet.sample_size * scale)
+        return Description(
+            "StableDiffusionXLPipeline", samplers.name_of(configs.scheduler), scale, configs.unet.sample_size * scale
+        )
 
     @classmethod
-    def check(cls, root: Path, variant: str | None = None) -> None:
+    def check(
+        cls, root: Path, variant: str | None = None, scheduler: str | None = None, scheduler_options: str = "{}"
+    ) -> None:
         """Makes sure that tokenizers and the names and shapes of all weights fit, without reading the weights.
 
         Raises:
           CheckpointError, ConfigError: as `load`.
         """
-        _, _, networks = _outline(root, jnp.float32)
+        _, _, networks = _outline(root, jnp.float32, scheduler, scheduler_options)
         for name in NETWORKS:
             checkpoint.check(getattr(networks, name), root / name, variant)
 
@@ -217,6 +256,7 @@ class StableDiffusionXL:
         root: Path,
         *,
         scheduler: str,
+        scheduler_options: str = "{}",
         dtype: jax.typing.DTypeLike,
         sharding: jax.sharding.Sharding | None = None,
         variant: str | None = None,
@@ -226,10 +266,10 @@ class StableDiffusionXL:
         Raises:
           CheckpointError, ConfigError: it does not fit; the message names the file and what is wrong.
         """
-        configs, tokenizers, networks = _outline(root, dtype)
+        configs, tokenizers, networks = _outline(root, dtype, scheduler, scheduler_options)
         for name in NETWORKS:
             checkpoint.fill(getattr(networks, name), root / name, sharding=sharding, variant=variant)
-        return cls(configs, networks, tokenizers, scheduler)
+        return cls(configs, networks, tokenizers)
 
     def prepare(self, requests: Sequence[ImageRequest]) -> tuple[Inputs, list[Tokens]]:
         """The host's part of a batch: inputs of `generate`, and the tokens of encoder 1 for each prompt."""
@@ -237,38 +277,62 @@ class StableDiffusionXL:
         negatives = [request.negative_prompt or "" for request in requests]
         tokens = [tokenizer(prompts) for tokenizer in self._tokenizers]
         zeros = self.configs.force_zeros_for_empty_prompt
-        steps = [request.num_inference_steps for request in requests]
-        schedules = {count: self._make_schedule(self.configs.scheduler, count) for count in set(steps)}
+        tables = [self._tables(request) for request in requests]
 
-        def table(values: Sequence[np.ndarray], length: int) -> np.ndarray:
-            return np.stack([np.pad(value, (0, length - len(value))) for value in values]).astype(np.float32)
+        def padded(values: Sequence[np.ndarray]) -> np.ndarray:
+            stacked = np.zeros((len(values), MAX_EVALUATIONS, *values[0].shape[1:]), np.float32)
+            for row, value in zip(stacked, values, strict=True):
+                row[: len(value)] = value
+            return stacked
 
         inputs = Inputs(
             ids=_stack_ids(tokens),
             negative_ids=_stack_ids([tokenizer(negatives) for tokenizer in self._tokenizers]),
             no_negative=np.array([zeros and request.negative_prompt is None for request in requests]),
             seeds=np.array([divmod(request.seed, 2**32) for request in requests], np.uint32),
-            guidance_scale=np.array([request.guidance_scale for request in requests], np.float32),
             time_ids=np.array(
                 [(*r.original_size, *r.crops_coords_top_left, *r.target_size) for r in requests], np.float32
             ),
-            num_inference_steps=np.array(steps, np.int32),
-            timesteps=table([schedules[count].timesteps for count in steps], MAX_STEPS),
-            sigmas=table([schedules[count].sigmas for count in steps], MAX_STEPS + 1),
-            init_noise_sigma=np.array([schedules[count].init_noise_sigma for count in steps], np.float32),
+            guidance_scale=np.array([request.guidance_scale for request in requests], np.float32),
+            num_evaluations=np.array([len(table) for table in tables], np.int32),
+            timesteps=padded([table.timesteps for table in tables]),
+            input_scale=padded([table.input_scale for table in tables]),
+            updates=padded([table.updates for table in tables]),
+            init_noise_sigma=np.array([table.init_noise_sigma for table in tables], np.float32),
         )
         return inputs, tokens[0]
 
+    def _tables(self, request: ImageRequest) -> Tables:
+        steps = Steps(request.num_inference_steps)
+        tables = samplers.tables(self.configs.scheduler, steps)
+        if len(tables) > MAX_EVALUATIONS:
+            raise ConfigError(
+                f"num_inference_steps={steps.num_inference_steps} takes {len(tables)} evaluations of the network with "
+                f"{samplers.name_of(self.configs.scheduler)}, more than {MAX_EVALUATIONS}"
+            )
+        return tables
 
-def _outline(root: Path, dtype: jax.typing.DTypeLike) -> tuple[Configs, list[Tokenizer], Networks]:
+
+def _outline(
+    root: Path, dtype: jax.typing.DTypeLike, scheduler: str | None, scheduler_options: str
+) -> tuple[Configs, list[Tokenizer], Networks]:
     """The parts of a checkpoint with abstract weights: shapes and dtypes only."""
-    configs = Configs.read(root)
+    configs = Configs.read(root, scheduler, scheduler_options)
     tokenizers = [
         Tokenizer(root / folder, config.vocab_size, config.max_position_embeddings)
         for folder, config in (("tokenizer", configs.text_encoder), ("tokenizer_2", configs.text_encoder_2))
     ]
     networks = nnx.eval_shape(lambda: Networks(configs, nnx.Rngs(0), dtype=dtype, param_dtype=dtype))
     return configs, tokenizers, networks
+
+
+def _key(seed: jax.Array) -> jax.Array:
+    return jax.random.wrap_key_data(seed, impl="threefry2x32")
+
+
+def _per_row(values: jax.Array) -> jax.Array:
+    """(B,) to (B, 1, 1, 1)."""
+    return values[:, None, None, None]
 
 
 def _interleave(first: jax.Array, second: jax.Array) -> jax.Array:

@@ -36,15 +36,17 @@ Generate = Callable[..., Finished]
 def run(*arguments: object) -> Finished:
     """Runs a command in this process, which saves the seconds of starting another."""
     stdout, stderr = io.StringIO(), io.StringIO()
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    root, beam = logging.getLogger(), logging.getLogger("apache_beam")
+    handlers, levels = root.handlers[:], (root.level, beam.level)
     try:
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             status = main([str(argument) for argument in arguments])
     except SystemExit as end:
         status = int(end.code or 0)
     finally:
-        root.handlers[:], root.level = handlers, level
+        root.handlers[:] = handlers
+        for logger, level in zip((root, beam), levels, strict=True):
+            logger.setLevel(level)
     return Finished(status, stdout.getvalue(), stderr.getvalue())
 
 

@@ -45,8 +45,8 @@ def arguments(tiny_checkpoint, jax_cache_dir):
         settings = {
             "checkpoint": tiny_checkpoint,
             "jax_cache_dir": jax_cache_dir,
-            "width": 16,
-            "height": 16,
+            "width": 32,
+            "height": 32,
             "num_inference_steps": 2,
         }
         given = [f"--{name}={value}" for name, value in settings.items()]

@@ -17,28 +17,22 @@ from model_handlers.checkpoint import CheckpointError
 from model_handlers.stable_diffusion.model import NETWORKS, StableDiffusionXL
 from model_handlers.stable_diffusion.tokens import Tokenizer
 from tests import checkpoints
-from tests.checkpoints import TINY
 from tests.parity import cases
 
 VAE = "vae/diffusion_pytorch_model.safetensors"
 ATTENTION = "decoder.mid_block.attentions.0"
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return checkpoints.write(TINY, tmp_path_factory.mktemp("checkpoint"))
-
-
 @pytest.fixture
-def root(saved, tmp_path):
+def root(tiny_checkpoint, tmp_path):
     """A copy that a test may damage."""
-    return shutil.copytree(saved, tmp_path / "checkpoint")
+    return shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
 
 
 @pytest.fixture(scope="module")
-def networks(saved):
+def networks(tiny_checkpoint):
     """Shapes only; `fill` replaces each with a weight, so tests that fill take their own."""
-    return checkpoints.abstract_networks(saved)
+    return checkpoints.abstract_networks(tiny_checkpoint)
 
 
 def edit(path, change):
@@ -265,9 +259,9 @@ def test_a_tokenizer_saved_by_transformers_5_gives_the_same_ids(root, tmp_path):
         np.testing.assert_array_equal(one.ids, other.ids)
 
 
-def test_identity_is_the_same_wherever_the_checkpoint_lies(saved, root):
+def test_identity_is_the_same_wherever_the_checkpoint_lies(tiny_checkpoint, root):
     (root / "README.md").write_text("not a part of what decides pixels")
-    assert checkpoint.identity(root) == checkpoint.identity(saved)
+    assert checkpoint.identity(root) == checkpoint.identity(tiny_checkpoint)
 
 
 def flip(name, key):

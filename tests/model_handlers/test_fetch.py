@@ -12,12 +12,6 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from model_handlers import checkpoint, fetch
 from model_handlers.checkpoint import CheckpointError
-from tests import checkpoints
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return checkpoints.write(checkpoints.TINY, tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +34,10 @@ def bucket(emulator, monkeypatch, tmp_path):
     return storage.Client(project="emulator", credentials=AnonymousCredentials()).create_bucket(name)
 
 
-def upload(bucket, saved, prefix):
-    for path in saved.rglob("*"):
+def upload(bucket, tiny_checkpoint, prefix):
+    for path in tiny_checkpoint.rglob("*"):
         if path.is_file():
-            bucket.blob(f"{prefix}{path.relative_to(saved).as_posix()}").upload_from_filename(path)
+            bucket.blob(f"{prefix}{path.relative_to(tiny_checkpoint).as_posix()}").upload_from_filename(path)
 
 
 @pytest.fixture
@@ -60,34 +54,36 @@ def downloads(monkeypatch):
     return names
 
 
-def test_a_folder_is_used_where_it_lies(saved):
-    assert fetch.checkpoint_folder(str(saved)) == saved
+def test_a_folder_is_used_where_it_lies(tiny_checkpoint):
+    assert fetch.checkpoint_folder(str(tiny_checkpoint)) == tiny_checkpoint
 
 
 @pytest.mark.parametrize(("prefix", "slash"), [("models/tiny/", ""), ("models/tiny/", "/"), ("", "")])
-def test_a_bucket_is_downloaded_once(prefix, slash, bucket, saved, downloads):
-    upload(bucket, saved, prefix)
+def test_a_bucket_is_downloaded_once(prefix, slash, bucket, tiny_checkpoint, downloads):
+    upload(bucket, tiny_checkpoint, prefix)
     source = f"gs://{bucket.name}/{prefix}".rstrip("/") + slash
     root = fetch.checkpoint_folder(source)
-    assert checkpoint.identity(root) == checkpoint.identity(saved)
+    assert checkpoint.identity(root) == checkpoint.identity(tiny_checkpoint)
     first = sorted(downloads)
-    assert len(first) == len(set(first)) == sum(path.is_file() for path in saved.rglob("*"))
+    assert len(first) == len(set(first)) == sum(path.is_file() for path in tiny_checkpoint.rglob("*"))
     assert fetch.checkpoint_folder(source) == root
     assert sorted(downloads) == first
 
 
-def test_only_what_changed_in_a_bucket_is_downloaded_again(bucket, saved, downloads):
-    upload(bucket, saved, "")
+def test_only_what_changed_in_a_bucket_is_downloaded_again(bucket, tiny_checkpoint, downloads):
+    upload(bucket, tiny_checkpoint, "")
     root = fetch.checkpoint_folder(f"gs://{bucket.name}")
     before = checkpoint.identity(root)
     downloads.clear()
-    bucket.blob("vae/config.json").upload_from_string((saved / "vae/config.json").read_text().replace("0.13", "0.14"))
+    bucket.blob("vae/config.json").upload_from_string(
+        (tiny_checkpoint / "vae/config.json").read_text().replace("0.13", "0.14")
+    )
     assert checkpoint.identity(fetch.checkpoint_folder(f"gs://{bucket.name}")) != before
     assert downloads == ["vae/config.json"]
 
 
-def test_a_download_that_broke_off_is_not_taken_for_the_file(bucket, saved, monkeypatch):
-    upload(bucket, saved, "")
+def test_a_download_that_broke_off_is_not_taken_for_the_file(bucket, tiny_checkpoint, monkeypatch):
+    upload(bucket, tiny_checkpoint, "")
 
     def broken(blob, path, **_):
         path.write_bytes(b"half")
@@ -98,16 +94,16 @@ def test_a_download_that_broke_off_is_not_taken_for_the_file(bucket, saved, monk
         with pytest.raises(CheckpointError, match=rf"^gs://{bucket.name}: cannot be read \(reset by peer\)$"):
             fetch.checkpoint_folder(f"gs://{bucket.name}")
     root = fetch.checkpoint_folder(f"gs://{bucket.name}")
-    assert checkpoint.identity(root) == checkpoint.identity(saved)
+    assert checkpoint.identity(root) == checkpoint.identity(tiny_checkpoint)
 
 
-def test_objects_outside_the_checkpoints_folders_stay_where_they_are(bucket, saved, downloads):
-    upload(bucket, saved, "tiny/")
+def test_objects_outside_the_checkpoints_folders_stay_where_they_are(bucket, tiny_checkpoint, downloads):
+    upload(bucket, tiny_checkpoint, "tiny/")
     strays = ["tiny/other/a.json", "tiny/vae/weights.bin", "tiny/vae/deep/a.json"]
     for stray in strays:
         bucket.blob(stray).upload_from_string("{}")
     root = fetch.checkpoint_folder(f"gs://{bucket.name}/tiny")
-    assert checkpoint.identity(root) == checkpoint.identity(saved)
+    assert checkpoint.identity(root) == checkpoint.identity(tiny_checkpoint)
     assert not set(strays) & set(downloads)
 
 
@@ -127,15 +123,15 @@ def test_a_wrong_address_is_one_clear_line(source):
 @pytest.mark.parametrize(
     ("variant", "weights"), [(None, "*/*.safetensors*"), ("fp16", "*/*.fp16.safetensors*")], ids=["none", "fp16"]
 )
-def test_the_hub_is_asked_for_safetensors_and_json_only(variant, weights, saved, monkeypatch):
+def test_the_hub_is_asked_for_safetensors_and_json_only(variant, weights, tiny_checkpoint, monkeypatch):
     asked = {}
 
     def snapshot_download(repository, allow_patterns):
         asked[repository] = allow_patterns
-        return str(saved)
+        return str(tiny_checkpoint)
 
     monkeypatch.setattr(fetch, "snapshot_download", snapshot_download)
-    assert fetch.checkpoint_folder("stabilityai/sdxl-base", variant) == saved
+    assert fetch.checkpoint_folder("stabilityai/sdxl-base", variant) == tiny_checkpoint
     assert asked == {"stabilityai/sdxl-base": ["*/*.json", "*/*.txt", "model_index.json", weights]}
 
 

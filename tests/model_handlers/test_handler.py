@@ -1,6 +1,7 @@
 """Every request of a shard comes back, as a picture or with the reason why there is none, or the error is the run's."""
 
 import dataclasses
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,7 +18,6 @@ from model_handlers.handler import NOT_FINITE, DiffusionModelHandler, LoadedMode
 from model_handlers.program import CompileError
 from model_handlers.recipe import ImageRequest, Shard
 from model_handlers.stable_diffusion.tokens import Tokens
-from tests import checkpoints
 from tests.checkpoints import TINY
 
 BATCH_SIZE = 8
@@ -165,6 +165,13 @@ def test_a_device_that_is_away_for_a_moment_is_tried_again(status, sleeps):
     assert len(programs.calls) == 3
 
 
+def test_a_device_that_stays_away_rejects_no_record(sleeps):
+    programs = FakePrograms(fail=lambda requests: RuntimeError("UNAVAILABLE: the slice is gone"))
+    with pytest.raises(RuntimeError, match="UNAVAILABLE"):
+        generate(programs, shard_of(ask(0)))
+    assert sleeps == list(handler.RETRY_DELAYS)
+
+
 def test_other_errors_are_not_waited_for(sleeps):
     generate(FakePrograms(fail=poison), shard_of(ask(0, "poison"), ask(1)))
     assert sleeps == []
@@ -229,8 +236,9 @@ def test_beams_batching_leaves_shards_alone():
 
 
 @pytest.fixture
-def root(tmp_path):
-    return checkpoints.write(TINY, tmp_path / "checkpoint")
+def root(tiny_checkpoint, tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
 
 
 def spec_of(root, **changes):

@@ -9,18 +9,21 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
-from model_handlers import mesh
+from model_handlers import mesh, samplers
 from model_handlers import program as program_module
 from model_handlers.program import CompileError, Programs
 from model_handlers.recipe import ImageRequest
+from model_handlers.samplers import Steps
+from model_handlers.stable_diffusion import model as sdxl
 from model_handlers.stable_diffusion.model import StableDiffusionXL
-from tests import checkpoints
 from tests.checkpoints import TINY
 
 PER_DEVICE_BATCH_SIZE = 4
@@ -84,13 +87,8 @@ def draw_all(programs, requests):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return checkpoints.write(TINY, tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def programs(root):
-    return load(root, jax.devices()[:1])
+def programs(tiny_checkpoint):
+    return load(tiny_checkpoint, jax.devices()[:1])
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +118,46 @@ def test_a_picture_is_the_same_whatever_the_order(programs, digests):
     assert draw_all(programs, REQUESTS[::-1]) == digests[::-1]
 
 
+# Scheduler, its options, eta.
+STOCHASTIC = {
+    "euler ancestral": ("EulerAncestralDiscreteScheduler", {}, 0.0),
+    "dpm++ sde": ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++", "use_karras_sigmas": True}, 0.0),
+    "ddim, eta": ("DDIMScheduler", {}, 1.0),
+    "lcm": ("LCMScheduler", {}, 0.0),
+    "tcd": ("TCDScheduler", {}, 0.3),
+}
+
+
+def with_sampler(programs, requests, name):
+    """The digests by another sampler, which is all data: the programs stay as they are."""
+    scheduler, options, eta = STOCHASTIC[name]
+    config = samplers.read(scheduler, {**TINY.scheduler, "clip_sample": False, **options}, "")
+    model = programs._model
+    with (
+        mock.patch.object(model, "configs", model.configs._replace(scheduler=config)),
+        mock.patch.object(sdxl, "Steps", partial(Steps, eta=eta)),
+    ):
+        return draw_all(programs, requests)
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_fresh_noise_is_each_pictures_own(name, programs, digests, compilations):
+    found = with_sampler(programs, REQUESTS, name)
+    assert len(set(found)) == len(REQUESTS)
+    several = [request.num_inference_steps > 1 for request in REQUESTS]  # one ancestral step is one of Euler's
+    assert all(mine != other for mine, other, more in zip(found, digests, several, strict=True) if more)
+    assert with_sampler(programs, REQUESTS[::-1], name) == found[::-1]
+    assert with_sampler(programs, REQUESTS[1:] + REQUESTS[:1], name) == found[1:] + found[:1]
+    for request, digest in zip(REQUESTS, found, strict=True):
+        assert with_sampler(programs, [request], name) == [digest]
+    assert compilations == []
+
+
+@pytest.mark.parametrize("count", ["1", "2", "8"])
+def test_fresh_noise_is_the_same_on_any_number_of_devices(count, many_devices, programs):
+    assert many_devices["ancestral"][count] == with_sampler(programs, REQUESTS, "euler ancestral")
+
+
 def test_a_picture_does_not_depend_on_the_steps_of_its_neighbours(programs, digests):
     for steps in (1, 3, 50):
         beside = [ask(100, steps=steps)] * (PER_DEVICE_BATCH_SIZE - 1)
@@ -127,11 +165,11 @@ def test_a_picture_does_not_depend_on_the_steps_of_its_neighbours(programs, dige
 
 
 @pytest.fixture(scope="module")
-def many_devices(root):
+def many_devices(tiny_checkpoint):
     """What this file prints in a process that has eight virtual devices, which must be said before JAX starts."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     run = subprocess.run(
-        [sys.executable, "-m", __name__, str(root)],
+        [sys.executable, "-m", __name__, str(tiny_checkpoint)],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -174,8 +212,8 @@ def test_steps_guidance_and_prompts_are_data(programs, digests, compilations):
     assert compilations  # the list does grow
 
 
-def test_each_size_is_compiled_once(root):
-    programs = load(root, jax.devices()[:1])
+def test_each_size_is_compiled_once(tiny_checkpoint):
+    programs = load(tiny_checkpoint, jax.devices()[:1])
     sizes = [(16, 24), (24, 16), (16, 24), (24, 16)]
     inputs = {size: programs.prepare([ask(1, size=size)] * programs.batch_size)[0] for size in sizes}
     assert [programs.compile(*size, inputs[size]) for size in sizes] == [True, True, False, False]
@@ -198,11 +236,12 @@ def test_a_program_that_does_not_compile_says_which(programs, monkeypatch):
 
 
 def main(root):
-    found = {"digests": {}, "collectives": []}
+    found = {"digests": {}, "ancestral": {}, "collectives": []}
     for count in (1, 2, 8):
         programs = load(root, jax.devices()[:count])
         assert programs.batch_size == PER_DEVICE_BATCH_SIZE * count
         found["digests"][count] = draw_all(programs, REQUESTS)
+        found["ancestral"][count] = with_sampler(programs, REQUESTS, "euler ancestral")
         (compiled,) = programs.compiled.values()
         names = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
         found["collectives"] += re.findall(rf"\b(?:{names})\b", compiled.as_text())

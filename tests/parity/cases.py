@@ -5,8 +5,11 @@ and inputs are numbers drawn from their names: both sides make the same ones, an
 """
 
 import hashlib
+import json
 import math
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +22,10 @@ END_OF_TEXT = VOCABULARY_SIZE - 1
 LEGACY_END_OF_TEXT = 2  # what configs said before transformers 4.31
 TIME_IDS = 6  # numbers of SDXL's micro-conditioning
 SPACINGS = ("leading", "trailing", "linspace")
-STEP_COUNTS = (1, 2, 3, 4, 11, 13, 20, 48, 50)
 
 Settings = dict[str, Any]
+
+EMBEDDED = Path(__file__).parents[2] / "model_handlers/embedded"
 
 
 @dataclass(frozen=True)
@@ -83,17 +87,30 @@ def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
 
 
+# What writes to a feature map, or to CLIP's embeddings, before a norm reads it.
+WRITES = re.compile(r"(conv_in|conv2|conv_shortcut|samplers\.0\.conv|proj_out|to_out\.0|\w_embedding)\.(weight|bias)$")
+# Of these, what reads a feature map without a norm between: its input is small already.
+READS_SMALL = re.compile(r"(conv_shortcut|samplers\.0\.conv)\.weight$")
+SMALL = 1 / 32
+
+
 def weight(network: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A tensor of a checkpoint in torch's layout, scaled by its fan-in so that activations stay of order one."""
+    """A tensor of a checkpoint in torch's layout, scaled by its fan-in so that outputs are of order one.
+
+    Feature maps are of order 1 / 32, so that the epsilon of the norm that reads them shows; not smaller, or float32
+    itself takes up the limits (at 1 / 300 the reference is 1e-5 from its own float64).
+    """
     # transformers 5 drops this part of the name for one of the two encoders when it saves.
     values = draw(f"{network} {name.removeprefix('text_model.')}", shape)
+    writes = WRITES.search(name) and ".transformer_blocks." not in name
+    size = SMALL if writes and not READS_SMALL.search(name) else 1
     if name.endswith(".bias"):
-        return values * np.float32(0.1)
+        return values * np.float32(0.1 * size)
     if len(shape) == 1:  # the scale of a norm
         return 1 + values * np.float32(0.1)
-    if name.endswith(("token_embedding.weight", "position_embedding.weight")):
-        return values * np.float32(0.5)
-    return values / np.float32(math.sqrt(math.prod(shape[1:])))
+    if name.endswith("_embedding.weight"):
+        return values * np.float32(size)
+    return values * np.float32(size / math.sqrt(math.prod(shape[1:])))
 
 
 def text_encoder(width: int, layers: int, heads: int, act: str, eos_token_id: int, projection_dim: int) -> Settings:
@@ -331,6 +348,18 @@ SDXL_BASE = {
         "force_upcast": True,
     },
 }
+
+
+def embedded() -> Case:
+    """The checkpoint in the package, which both sides load as it lies there."""
+
+    def config(name: str) -> Settings:
+        return json.loads((EMBEDDED / name / "config.json").read_text())
+
+    networks = {name: config(name) for name in ("text_encoder", "text_encoder_2", "unet", "vae")}
+    return Case(
+        "embedded", **networks, scheduler={}, force_zeros_for_empty_prompt=True, height=64, width=64, pictures=PICTURES
+    )
 
 
 def subsample(value: np.ndarray, limit: int = 3000) -> np.ndarray:

@@ -1,6 +1,8 @@
 """Our side of the comparison: the arrays of `reference`, made with JAX from a checkpoint folder."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
@@ -8,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from model_handlers import samplers
+from model_handlers.program import COMPILER_OPTIONS
 from model_handlers.recipe import ImageRequest
-from model_handlers.samplers import SchedulerConfig, euler_schedule
+from model_handlers.samplers import Steps, Tables
 from model_handlers.stable_diffusion import model as sdxl
 from model_handlers.stable_diffusion.model import StableDiffusionXL
-from tests.parity import cases
+from tests.parity import sampling
 from tests.parity.cases import Case
+from tests.parity.sampling import Sampling, Trajectory
 
 # Largest differences that the issue allows, all float32. Values of the first group are of order one; an image is in
 # [0, 1] and has gone through 20 steps and guidance; the rounded one may fall on the other side of a half.
@@ -25,8 +30,8 @@ LIMITS = {
 }
 # A difference of 1e-5 in [0, 1] takes one number in 200 over a half when it is multiplied by 255.
 SHARE_ROUNDED_APART = 0.005
-# Ours are float64; the reference's are float32 throughout, seven digits of timesteps up to 999 and sigmas up to 14.6.
-SAMPLER_LIMITS = {"timesteps": 4e-5, "sigmas": 1e-5, "init_noise_sigma": 1e-5}
+# The latents after one step of a sampler and throughout a loop, of order one; timesteps that are not whole are float32.
+SAMPLER_LIMITS = {"timesteps": 4e-5, "one step": 2e-5, "loop": 1e-4}
 
 
 def outputs(root: Path, case: Case) -> dict[str, np.ndarray]:
@@ -36,19 +41,50 @@ def outputs(root: Path, case: Case) -> dict[str, np.ndarray]:
     return _networks(model, given) | _pictures(model, case, given["noise"])
 
 
-def sampler_tables(spacing: str) -> dict[str, np.ndarray]:
-    """The tables of every number of steps end to end, in the order of `cases.STEP_COUNTS`."""
-    config = SchedulerConfig(**cases.scheduler(timestep_spacing=spacing))
-    schedules = [euler_schedule(config, count) for count in cases.STEP_COUNTS]
+def tables(how: Sampling, count: int) -> Tables:
+    config = samplers.read(how.scheduler, how.options, how.scheduler)
+    eta = how.eta if "eta" in samplers.SAMPLERS[how.scheduler].takes else 0.0
+    return samplers.tables(config, Steps(count, how.timesteps, how.sigmas, eta))
+
+
+def sample(how: Sampling, count: int) -> Trajectory:
+    """What `denoise` does, one evaluation after the other."""
+    table, trajectory = tables(how, count), Trajectory()
+    slots = np.zeros((1, samplers.SLOTS, *sampling.SHAPE), np.float32)
+    slots[:, 0] = sampling.initial_noise() * np.float32(table.init_noise_sigma)
+    for i in range(len(table)):
+        output = trajectory.see(table.timesteps[i], slots[0, 0] * np.float32(table.input_scale[i]), how.kind)
+        update = table.updates[i].astype(np.float32)
+        slots = np.asarray(_advance(slots, update[None], output[None], sampling.fresh_noise(i)[None]))
+    trajectory.final = slots[0, 0]
+    return trajectory
+
+
+def sampler_limits(how: Sampling, count: int) -> dict[str, float]:
+    """SAMPLER_LIMITS, or the reference's own rounding of latents that start from more noise than SDXL's, up to 4096."""
+    rounding = 4 * 2.0**-24 * tables(how, count).init_noise_sigma
+    return {name: max(limit, rounding) for name, limit in SAMPLER_LIMITS.items()}
+
+
+def sampler_differences(mine: Trajectory, reference: Trajectory) -> dict[str, float]:
+    """Largest differences, as parts of the reference's largest number where that is above one."""
+
+    def largest(one, other):
+        return float(np.abs(np.subtract(one, other)).max() / max(1.0, np.abs(other).max()))
+
+    seen = [largest(one, other) for one, other in zip(mine.inputs, reference.inputs, strict=False)]
+    passed = [*seen, largest(mine.final, reference.final)]
     return {
-        "timesteps": np.concatenate([schedule.timesteps for schedule in schedules]),
-        "sigmas": np.concatenate([schedule.sigmas for schedule in schedules]),
-        "init_noise_sigma": np.array([schedule.init_noise_sigma for schedule in schedules]),
+        "timesteps": float(np.abs(np.subtract(mine.timesteps, reference.timesteps)).max()),
+        "one step": passed[1] if seen else 0.0,
+        "loop": max(passed),
     }
 
 
+_advance = jax.jit(samplers.advance)
+
+
 def _networks(model: StableDiffusionXL, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    @nnx.jit
     def run(networks, given):
         step = networks.unet(
             *(given[f"step_{name}"] for name in ("latents", "timesteps", "text", "pooled", "time_ids"))
@@ -57,15 +93,14 @@ def _networks(model: StableDiffusionXL, given: dict[str, np.ndarray]) -> dict[st
         decoded = networks.vae.decode(given["latents"])
         return {"step": step, "mean": mean, "log_variance": log_variance, "decoded": decoded}
 
-    return jax.tree.map(np.asarray, run(model.networks, given))
+    return _run(run, model.networks, given)
 
 
 def _pictures(model: StableDiffusionXL, case: Case, noise: np.ndarray) -> dict[str, np.ndarray]:
     """Runs the real program, `generate`, on the given noise and keeps what passes through it."""
     inputs, _ = model.prepare([_request(case, i) for i in range(len(case.pictures))])
 
-    @nnx.jit
-    def run(networks, inputs, noise, num_loops):
+    def run(networks, inputs, noise, loop):
         kept = {}
 
         def embed_guidance(networks, inputs):
@@ -88,14 +123,22 @@ def _pictures(model: StableDiffusionXL, case: Case, noise: np.ndarray) -> dict[s
 
         original_embed_guidance, original_decode = sdxl.embed_guidance, sdxl.decode
         with mock.patch.multiple(sdxl, embed_guidance=embed_guidance, decode=decode, initial_latents=initial_latents):
-            rounded, finite = sdxl.generate(networks, inputs, num_loops, height=case.height, width=case.width)
+            rounded, finite = sdxl.generate(networks, inputs, loop, height=case.height, width=case.width)
         return kept | {"rounded": rounded, "finite": finite}
 
-    made = run(model.networks, inputs, noise, np.int32(inputs.num_inference_steps.max()))
-    made = jax.tree.map(np.asarray, made)
+    made = _run(run, model.networks, inputs, noise, sdxl.Loop.of(inputs))
     if not made.pop("finite").all():
         raise ValueError(f"{case.name}: an image is not finite")
     return made
+
+
+def _run(function: Callable[..., dict], networks: nnx.Module, *args: Any) -> dict[str, np.ndarray]:
+    """Runs a function compiled as `Programs` compiles, with its options: they choose other convolutions."""
+    definition, weights = nnx.split(networks)
+    jitted = jax.jit(lambda weights, *args: function(nnx.merge(definition, weights), *args))
+    options = COMPILER_OPTIONS.get(jax.default_backend(), {})
+    compiled = jitted.lower(weights, *args).compile(compiler_options=options)
+    return jax.tree.map(np.asarray, compiled(weights, *args))
 
 
 def _request(case: Case, index: int) -> ImageRequest:

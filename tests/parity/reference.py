@@ -8,9 +8,13 @@ last, as ours are.
 """
 
 import argparse
+import inspect
 import json
+import sys
 import tempfile
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import diffusers
 import numpy as np
@@ -22,8 +26,9 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from benchmarks.scenes.scenes import VOCABULARY
 from benchmarks.scenes.tokenizer import write_tokenizers
-from tests.parity import cases
+from tests.parity import cases, sampling
 from tests.parity.cases import Case, Picture
+from tests.parity.sampling import Sampling, Trajectory
 
 NETWORKS = {
     "text_encoder": lambda settings: CLIPTextModel(CLIPTextConfig(**settings)),
@@ -102,19 +107,32 @@ def draw(pipeline: StableDiffusionXLPipeline, case: Case, picture: Picture, nois
     ).images
 
 
-def sampler_tables() -> dict[str, np.ndarray]:
-    """The tables of every number of steps end to end, in the order of `cases.STEP_COUNTS`, by spacing."""
-    tables = {}
-    for spacing in cases.SPACINGS:
-        columns: dict[str, list] = {"timesteps": [], "sigmas": [], "init_noise_sigma": []}
-        for count in cases.STEP_COUNTS:
-            sampler = EulerDiscreteScheduler(**cases.scheduler(timestep_spacing=spacing))
-            sampler.set_timesteps(count)
-            columns["timesteps"].extend(sampler.timesteps.numpy())
-            columns["sigmas"].extend(sampler.sigmas.numpy())
-            columns["init_noise_sigma"].append(float(sampler.init_noise_sigma))
-        tables |= {f"{spacing} {name}": np.array(values, np.float32) for name, values in columns.items()}
-    return tables
+def sample(how: Sampling, count: int) -> Trajectory:
+    """A loop as in the pipeline, with our own noise wherever the scheduler asks for some."""
+    scheduler = getattr(diffusers, how.scheduler).from_config(how.options)
+    custom = {name: list(getattr(how, name)) for name in ("timesteps", "sigmas") if getattr(how, name)}
+    scheduler.set_timesteps(**(custom or {"num_inference_steps": count}))
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(0)
+    takes_eta = "eta" in inspect.signature(scheduler.step).parameters
+    trajectory = Trajectory()
+
+    def noise(*_, **__):
+        return torch.from_numpy(sampling.fresh_noise(len(trajectory.inputs) - 1))[None]
+
+    latents = torch.from_numpy(sampling.initial_noise())[None] * scheduler.init_noise_sigma
+    with mock.patch.object(sys.modules[type(scheduler).__module__], "randn_tensor", noise, create=True):
+        for timestep in scheduler.timesteps:
+            scaled = scheduler.scale_model_input(latents, timestep).numpy()[0]
+            output = torch.from_numpy(trajectory.see(timestep, scaled, how.kind))[None]
+            latents = scheduler.step(output, timestep, latents, **({"eta": how.eta} if takes_eta else {})).prev_sample
+    trajectory.final = latents.numpy()[0]
+    return trajectory
+
+
+def samples() -> dict[str, np.ndarray]:
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # algorithms that are to be removed
+        return sampling.join(sample(sampling.SAMPLINGS[name], count) for name, count in sampling.LOOPS)
 
 
 def real_width() -> dict[str, dict]:
@@ -142,7 +160,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("output", nargs="?", type=Path, help="folder for checkpoints and outputs of all cases")
-    parser.add_argument("--golden", type=Path, help="folder to write golden.npz and real_width.json to")
+    parser.add_argument("--golden", type=Path, help="folder to write golden.npz, samplers.npz and real_width.json to")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the networks are so small that a second thread costs more than it brings
     if arguments.output:
@@ -151,10 +169,16 @@ def main() -> None:
             pipeline = build(case)
             pipeline.save_pretrained(arguments.output / case.name)
             np.savez(arguments.output / f"{case.name}.npz", **outputs(pipeline, case))
-        np.savez(arguments.output / "samplers.npz", **sampler_tables())
+        unchanged = StableDiffusionXLPipeline.from_pretrained(cases.EMBEDDED, torch_dtype=torch.float32)
+        unchanged.set_progress_bar_config(disable=True)
+        np.savez(arguments.output / "embedded.npz", **outputs(unchanged, cases.embedded()))
+        np.savez(arguments.output / "samplers.npz", **samples())
         (arguments.output / "real_width.json").write_text(json.dumps(real_width(), indent=2) + "\n")
     if arguments.golden:
-        golden = sampler_tables()
+        loops = samples()
+        loops.pop("inputs")  # the largest part, and of little use once the loops are known to agree
+        np.savez_compressed(arguments.golden / "samplers.npz", **loops)
+        golden = {}
         for case in cases.CASES:
             if case.name in cases.GOLDEN:
                 made = outputs(build(case), case)

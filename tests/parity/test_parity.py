@@ -8,16 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.parity import cases, ours
+from tests.parity import cases, ours, sampling
 
 REFERENCE = Path(os.environ["LIGHTMILL_REFERENCE"])
 GOLDEN = Path(__file__).with_name("golden.npz")
-CASES = {case.name: case for case in cases.CASES}
+CASES = {case.name: case for case in (*cases.CASES, cases.embedded())}
 
 
 @functools.cache
 def both(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    return ours.outputs(REFERENCE / name, CASES[name]), dict(np.load(REFERENCE / f"{name}.npz"))
+    root = cases.EMBEDDED if name == "embedded" else REFERENCE / name
+    return ours.outputs(root, CASES[name]), dict(np.load(REFERENCE / f"{name}.npz"))
 
 
 @pytest.mark.parametrize("what", ours.LIMITS)
@@ -44,14 +45,21 @@ def test_pictures_of_a_case_differ_by_far_more_than_the_limit(name):
     assert min(gaps) > 1000 * ours.LIMITS["image"]
 
 
-@pytest.mark.parametrize("what", ours.SAMPLER_LIMITS)
-@pytest.mark.parametrize("spacing", cases.SPACINGS)
-def test_sampler_tables_are_the_references(spacing, what, record):
-    mine = ours.sampler_tables(spacing)[what]
-    reference = np.load(REFERENCE / "samplers.npz")[f"{spacing} {what}"]
-    difference = np.abs(mine - reference).max()
-    record(f"euler, {spacing}", what, difference, ours.SAMPLER_LIMITS[what])
-    assert difference <= ours.SAMPLER_LIMITS[what]
+@functools.cache
+def loops() -> dict[tuple[str, int], sampling.Trajectory]:
+    return sampling.split(np.load(REFERENCE / "samplers.npz"))
+
+
+@pytest.mark.parametrize("name", sampling.SAMPLINGS)
+def test_samplers_are_the_references(name, record):
+    how = sampling.SAMPLINGS[name]
+    differences = [ours.sampler_differences(ours.sample(how, count), loops()[name, count]) for count in how.counts]
+    limits = [ours.sampler_limits(how, count) for count in how.counts]
+    for what in ours.SAMPLER_LIMITS:
+        pairs = [(found[what], limit[what]) for found, limit in zip(differences, limits, strict=True)]
+        if what != "timesteps" or max(pairs)[0] > 0:  # most timesteps are whole numbers
+            record(name, what, *max(pairs))
+        assert all(difference <= limit for difference, limit in pairs)
 
 
 def test_the_committed_arrays_are_still_what_the_reference_gives():
@@ -61,8 +69,9 @@ def test_the_committed_arrays_are_still_what_the_reference_gives():
             now = cases.subsample(np.load(REFERENCE / f"{name}.npz")[what]).astype(np.float64)
             # Another processor may add in another order, which is what the limits are for.
             assert np.abs(now - golden[f"{name} {what}"]).max() <= limit, f"{name} {what}"
-    for name, table in np.load(REFERENCE / "samplers.npz").items():
-        np.testing.assert_allclose(table, golden[name], rtol=1e-6)
+    for loop, reference in sampling.split(np.load(GOLDEN.with_name("samplers.npz"))).items():
+        np.testing.assert_allclose(reference.timesteps, loops()[loop].timesteps, rtol=1e-6)
+        np.testing.assert_allclose(reference.final, loops()[loop].final, rtol=1e-5, atol=1e-5)
 
 
 def test_the_committed_names_of_sdxl_base_are_still_the_references():

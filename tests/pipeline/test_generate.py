@@ -12,6 +12,7 @@ from tests.fakes import FakeHandler, painted, rejects, rows, run, tree, write_js
 from transforms import storage
 from transforms.commits import read_commits
 from transforms.counts import Counts, read_counts
+from transforms.formats import OutputFormat
 from transforms.read import InputError
 
 
@@ -207,23 +208,58 @@ def test_a_table_of_hostile_ids_and_named_columns_goes_through(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "out"]
 
 
-@pytest.mark.parametrize("how", ["folder", "imagefolder"])
-def test_the_output_loads_as_a_dataset_with_every_picture_beside_its_prompt(tmp_path, monkeypatch, how):
+# The first shards hold no negative prompt and no extra column, the later ones do, of several types.
+MIXED = [{"prompt": f"p{number}"} for number in range(6)] + [
+    {"prompt": f"q{number}", "width": 16, "negative_prompt": "bad", "note": note, "id": f"a\0{number}"}
+    for number, note in enumerate([1, "text", None, [1], {"a": None}, 2.5])
+]
+
+
+def assert_is_the_mixed_dataset(samples):
+    for picture, row in samples:
+        assert np.array_equal(np.asarray(picture), painted(row["digest"], row["height"], row["width"]))
+        assert row["negative_prompt"] == ("bad" if row["prompt"].startswith("q") else "")
+    assert {row["prompt"] for _, row in samples} == {record["prompt"] for record in MIXED} - {"p2", "p3"}
+    assert len(samples) == 10
+
+
+@pytest.mark.parametrize("how", ["folder", "imagefolder", "webdataset", "parquet"])
+def test_the_output_loads_as_a_dataset_with_every_picture_beside_its_prompt(tmp_path, how):
     datasets = pytest.importorskip("datasets")
-    # The first shards hold no negative prompt and no extra column, the later ones do, of several types.
-    records = [{"prompt": f"p{number}"} for number in range(6)] + [
-        {"prompt": f"q{number}", "width": 16, "negative_prompt": "bad", "note": note, "id": f"a\0{number}"}
-        for number, note in enumerate([1, "text", None, [1], {"a": None}, 2.5])
-    ]
-    output = tmp_path / "out"
-    run(write_jsonl(tmp_path / "a.jsonl", records), output, FakeHandler(rejected=["p2", "p3"]))
-    write_report(str(output), fresh=True)
+    output, output_format = tmp_path / "out", OutputFormat("folder" if how == "imagefolder" else how)
+    handler = FakeHandler(rejected=["p2", "p3"])
+    run(write_jsonl(tmp_path / "a.jsonl", MIXED), output, handler, output_format=output_format)
+    write_report(str(output), fresh=True, output_format=output_format)
     arguments = {"data_dir": str(output / "images")} if how == "imagefolder" else {}
     loaded = datasets.load_dataset(
         how if how == "imagefolder" else str(output), split="train", cache_dir=str(tmp_path / "cache"), **arguments
     )
-    assert len(loaded) == 10
-    for row in loaded:
-        assert np.array_equal(np.asarray(row["image"]), painted(row["digest"], row["height"], row["width"]))
-        assert row["negative_prompt"] == ("bad" if row["prompt"].startswith("q") else "")
-    assert {row["prompt"] for row in loaded} == {r["prompt"] for r in records} - {"p2", "p3"}
+    if how == "webdataset":
+        assert_is_the_mixed_dataset([(sample["png"], sample["json"]) for sample in loaded])
+    else:
+        assert_is_the_mixed_dataset([(row["image"], row) for row in loaded])
+
+
+def test_shards_are_read_by_webdataset(tmp_path):
+    webdataset = pytest.importorskip("webdataset")
+    output_format = OutputFormat("webdataset", "webp")
+    run(write_jsonl(tmp_path / "a.jsonl", MIXED), tmp_path / "out", output_format=output_format)
+    urls = [str(path) for path in sorted((tmp_path / "out").glob("shards/*.tar"))]
+    samples = list(webdataset.WebDataset(urls, shardshuffle=False, empty_check=False).decode("pil"))
+    assert sorted(sample["txt"] for sample in samples) == sorted(record["prompt"] for record in MIXED)
+    for sample in samples:
+        assert sample["__key__"] == sample["json"]["key"] and sample["txt"] == sample["json"]["prompt"]
+        assert sample["webp"].size == (sample["json"]["width"], sample["json"]["height"])
+
+
+@pytest.mark.parametrize("output_format", [OutputFormat("webdataset"), OutputFormat("parquet", "jpeg")])
+def test_other_formats_resume_as_a_folder_does(tmp_path, output_format, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"p{number}"} for number in range(11)])
+    handler = FakeHandler(rejected=["p5"])
+    run(path, tmp_path / "whole", handler, output_format=output_format)
+    run(path, tmp_path / "resumed", handler, output_format=output_format)
+    first, *_ = sorted((tmp_path / "resumed/commits").iterdir())
+    first.unlink()
+    run(path, tmp_path / "resumed", handler, output_format=output_format)
+    assert tree(tmp_path / "resumed") == tree(tmp_path / "whole")
+    assert 3 <= read_counts(str(tmp_path / "resumed")).written <= 4

@@ -1,9 +1,12 @@
 """The report: what does not add up is an error, and a stranger's prompt is only ever text."""
 
+import base64
 import dataclasses
+import io
 from html.parser import HTMLParser
 
 import pytest
+from PIL import Image
 
 from pipeline.gallery import sample
 from pipeline.report import Inventory, reconcile, take_inventory, write_report
@@ -71,6 +74,23 @@ def test_a_sample_is_spread_over_all_shards(tmp_path):
     sampled = list(sample(str(tmp_path / "out"), OutputFormat(), images, limit=10))
     assert len(sampled) == 10 and len({address.split("/")[1] for address, _ in sampled}) == 10
     assert len(list(sample(str(tmp_path / "out"), OutputFormat(), images, limit=100))) == 40
+
+
+@pytest.mark.parametrize("kind", ["webdataset", "parquet"])
+def test_pictures_within_larger_files_are_on_the_page_as_thumbnails(tmp_path, kind):
+    prompts = [f"<b>p{number}" for number in range(9)]
+    output_format = OutputFormat(kind, "webp")
+    run(
+        write_jsonl(tmp_path / "a.jsonl", [{"prompt": p} for p in prompts]),
+        tmp_path / "out",
+        output_format=output_format,
+    )
+    write_report(str(tmp_path / "out"), fresh=True, output_format=output_format)
+    page = _Page((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
+    assert len(page.links) == 9 and all(prompt in page.text for prompt in prompts)
+    for link in page.links:
+        with Image.open(io.BytesIO(base64.b64decode(link.removeprefix("data:image/jpeg;base64,")))) as picture:
+            assert picture.size == (8, 8)
 
 
 def test_an_empty_run_has_a_report(tmp_path):

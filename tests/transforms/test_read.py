@@ -306,6 +306,7 @@ def test_a_compressed_file_that_was_cut_stops_the_run(tmp_path):
     ("name", "data", "message"),
     [
         ("a.csv", b"promt,seed\na,1\n", "no prompt column; columns found: promt, seed"),
+        ("a.csv", b'id,"pro\n\x1b[31mmpt"\n', "columns found: id, pro  .31mmpt;"),
         ("a.csv", b"prompt;seed\na;1\n", "no prompt column; columns found: prompt;seed"),
         ("a.csv", b"prompt,seed,seed\n", "stands twice"),
         ("a.csv", b'"prompt\na', "header is not CSV"),

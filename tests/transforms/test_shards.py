@@ -8,6 +8,7 @@ import pytest
 
 from tests.fakes import RECIPE, collect
 from transforms import shards
+from transforms.coders import PackByBucket
 from transforms.records import PromptRecord
 from transforms.requests import expand
 from transforms.shards import GroupIntoShards
@@ -49,9 +50,13 @@ def test_every_request_is_in_one_shard_and_only_the_last_batch_is_padded(few_buc
 def test_a_large_input_has_less_than_one_batch_of_padding():
     # By the two functions that cut, without a runner: a thousand buckets, most with remainders.
     requests = [dataclasses.replace(request, digest=str(n)) for n, request in enumerate(make_requests(1) * 50_003)]
+    packer = PackByBucket(shards._bucket)
+    packer.start_bundle()
+    packs = [pack for request in requests for pack in packer.process(request)]
+    packs += [pack.value for pack in packer.finish_bundle()]
     buckets = {}
-    for request in requests:
-        buckets.setdefault(shards._bucket(request), []).append(request)
+    for bucket, pack in packs:
+        buckets.setdefault(bucket, []).append(pack)
     outputs = [out for item in buckets.items() for out in shards._CutBucket(8).process(item)]
     rest = [out.value for out in outputs if isinstance(out, beam.pvalue.TaggedOutput)]
     assert len(buckets) == 1024 and len(rest) > 1000

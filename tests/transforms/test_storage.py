@@ -2,9 +2,9 @@
 
 import errno
 import os
+import threading
 
 import pytest
-from apache_beam.io.filesystems import FileSystems
 
 from transforms import storage
 
@@ -36,55 +36,26 @@ def test_a_full_disk_leaves_the_old_file_and_no_half_of_the_new_one(tmp_path, mo
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "a.json"]
 
 
-class _Cloud:
-    """Answers uploads by the errors that it is given, then takes them."""
-
-    def __init__(self, *errors):
-        self.errors, self.objects = list(errors), {}
-
-    def create(self, path, **_):
-        cloud = self
-
-        class Upload:
-            def __enter__(self):
-                return self
-
-            def __exit__(self, *_):
-                return None
-
-            def write(self, data):
-                if cloud.errors:
-                    raise cloud.errors.pop(0)
-                cloud.objects[path] = data
-
-        return Upload()
+def test_only_folders_and_buckets_are_written(tmp_path):
+    with pytest.raises(OSError, match="an output is a local folder or gs://bucket/folder"):
+        storage.write_file("s3://bucket/out", "a", b"")
 
 
-class _StatusError(Exception):
-    def __init__(self, code):
-        super().__init__(code)
-        self.code = code
+@pytest.mark.parametrize(("held", "wanted"), [(False, True), (True, False), (True, True)])
+def test_leftovers_are_cleared_only_while_no_shard_is_being_written(tmp_path, monkeypatch, held, wanted):
+    monkeypatch.setattr(storage, "_SECONDS_TO_WAIT", 0.2)
+    with storage.writing(str(tmp_path), alone=held):
+        refused = pytest.raises(OSError, match="another process keeps writing there")
+        with refused, storage.writing(str(tmp_path), alone=wanted):
+            pass
+    monkeypatch.setattr(storage, "_SECONDS_TO_WAIT", 60)
+    held = storage.writing(str(tmp_path))
+    held.__enter__()
+    threading.Timer(0.2, held.__exit__, (None, None, None)).start()
+    with storage.writing(str(tmp_path), alone=True):
+        pass
 
 
-@pytest.fixture
-def waits(monkeypatch):
-    seconds = []
-    monkeypatch.setattr("time.sleep", seconds.append)
-    return seconds
-
-
-def test_an_upload_is_repeated_while_the_store_asks_for_patience(monkeypatch, waits):
-    cloud = _Cloud(_StatusError(429), _StatusError(429), _StatusError(503), ConnectionResetError())
-    monkeypatch.setattr(FileSystems, "create", cloud.create)
-    storage.write_file("gs://bucket/out/", "commits/a.json", b"data")
-    assert cloud.objects == {"gs://bucket/out/commits/a.json": b"data"}
-    assert waits == [1, 2, 4, 8]
-
-
-@pytest.mark.parametrize(("errors", "tries"), [([_StatusError(403)], 1), ([_StatusError(503)] * 9, 5)])
-def test_an_upload_that_cannot_succeed_fails(monkeypatch, waits, errors, tries):
-    cloud = _Cloud(*errors)
-    monkeypatch.setattr(FileSystems, "create", cloud.create)
-    with pytest.raises(_StatusError):
-        storage.write_file("gs://bucket/out", "a", b"data")
-    assert len(waits) == tries - 1 and not cloud.objects
+def test_many_shards_are_written_at_once(tmp_path):
+    with storage.writing(str(tmp_path)), storage.writing(str(tmp_path)):
+        pass
