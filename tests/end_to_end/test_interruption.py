@@ -10,7 +10,7 @@ from tests.end_to_end import command
 from tests.fakes import tree, write_jsonl
 
 # One batch a shard, and steps enough that a person, or a poll, can tell one shard from the next.
-FLAGS = ("--images_per_shard=4", "--num_inference_steps=40")
+FLAGS = ("--images_per_shard=4", "--num_inference_steps=20")
 RECORDS = [{"prompt": f"a red circle {number}", "num_images_per_prompt": 1 + number % 2} for number in range(30)]
 MOMENTS = (0, 3, 8)  # commit records that stand when the run is killed
 
