@@ -200,6 +200,7 @@ def _fetch(started) -> list[ImageResult]:
             None if ok else NOT_FINITE,
             num_tokens=token.count,
             truncated=token.truncated,
+            unknown_words=token.unknown_words,
         )
         for request, token, image, ok in zip(slots, tokens, images, finite, strict=True)
         if request is not None

@@ -129,6 +129,7 @@ class ImageResult:
       reject_reason: why there is no image; None if there is one.
       num_tokens: tokens of the prompt before cutting, begin and end marks included.
       truncated: whether the text encoder saw less than the whole prompt.
+      unknown_words: words of the prompt that the tokenizer's vocabulary has no pieces for.
       failed: whether the call that should have made the image raised, which a later run may not.
     """
 
@@ -137,6 +138,7 @@ class ImageResult:
     reject_reason: str | None = None
     num_tokens: int = 0
     truncated: bool = False
+    unknown_words: int = 0
     failed: bool = False
 
 

@@ -75,4 +75,4 @@ def prepare(output: str) -> None:
 
 
 def _fates(shard: WrittenShard) -> list[tuple[str, int]]:
-    return [("written", shard.written), ("rejected", shard.rejected), ("truncated", shard.truncated)]
+    return [(name, getattr(shard, name)) for name in ("written", "rejected", "truncated", "unknown_words")]

@@ -197,7 +197,11 @@ def _conclude(options: GenerateOptions, output: str, counts: Counts, seconds: fl
         f"see {Path(output) / 'index.html' if storage.is_local(output) else output}"
     )
     if options.checkpoint == fetch.EMBEDDED:
-        print("Drawn by the built-in demonstration model; --checkpoint names a real one.")
+        print("Drawn by the built-in demonstration model of a few coloured shapes; --checkpoint names a real one.")
+    if counts.unknown_words:
+        print(
+            f"{counts.unknown_words:,} prompts have words the model does not know; see unknown_words in the metadata."
+        )
     if total and rejected / total > options.max_reject_fraction:
         print(f"{rejected / total:.1%} rejected, more than --max_reject_fraction; reasons are in rejects/")
         return 3

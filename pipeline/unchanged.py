@@ -64,7 +64,7 @@ def still_finished(output: str, inputs: str | None, retry_rejected: bool) -> dic
         before,
         finished_before=before.finished_before + before.written,
         rejected_before=rejected,
-        **dict.fromkeys(("written", "rejected", "padded_slots", "truncated"), 0),
+        **dict.fromkeys(("written", "rejected", *counts.BESIDES_FATES), 0),
     )
     summary = {**summary, "counts": dataclasses.asdict(finished), "run": {**run, "seconds": 0.0}}
     storage.write_file(output, counts.FILE, finished.to_json())

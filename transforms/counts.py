@@ -34,6 +34,7 @@ class Counts:
       rejected: tried in this run without a usable picture.
       padded_slots: places in the program's batches that held no request.
       truncated: of those written, those whose prompt the text encoder did not see to its end.
+      unknown_words: of those written, those whose prompt has words that the tokenizer has no pieces for.
     """
 
     records_read: int = 0
@@ -47,6 +48,7 @@ class Counts:
     rejected: int = 0
     padded_slots: int = 0
     truncated: int = 0
+    unknown_words: int = 0
 
     def check(self) -> None:
         """Makes sure that every record and every image has exactly one fate.
@@ -68,6 +70,8 @@ _SUMS = {
     "records_read": ("records_rejected", "records_expanded"),
     "images_requested": ("duplicates", "finished_before", "rejected_before", "written", "rejected"),
 }
+# What is counted of a run and is no record's or image's fate.
+BESIDES_FATES = ("padded_slots", "truncated", "unknown_words")
 _NAMES = frozenset(field.name for field in fields(Counts))
 
 

@@ -32,6 +32,7 @@ SCHEMA: dict[str, str] = {
     "sha256": "string",
     "num_tokens": "int64",
     "truncated": "bool",
+    "unknown_words": "int64",
     "source": "string",
     "position": "int64",
     "extra": "string",
@@ -58,6 +59,7 @@ def row(request: ImageRequest, result: ImageResult, recipe: Recipe, file_name: s
         "sha256": sha256,
         "num_tokens": result.num_tokens,
         "truncated": result.truncated,
+        "unknown_words": result.unknown_words,
     }
     return {name: known[name] for name in SCHEMA}
 

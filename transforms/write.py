@@ -39,6 +39,7 @@ class WrittenShard:
     written: int
     rejected: int
     truncated: int
+    unknown_words: int
 
 
 class WriteShard(beam.PTransform):
@@ -167,7 +168,14 @@ def _write(
     )
     storage.write_file(output, commits.path_of(shard), commit.to_json())
     storage.make_durable(output, commits.FOLDER)
-    return WrittenShard(shard, len(made), len(failed), sum(result.truncated for _, result in made))
+    results = [result for _, result in made]
+    return WrittenShard(
+        shard,
+        written=len(made),
+        rejected=len(failed),
+        truncated=sum(result.truncated for result in results),
+        unknown_words=sum(result.unknown_words > 0 for result in results),
+    )
 
 
 def _match(shard: Shard, results: Sequence[ImageResult]) -> list[tuple[ImageRequest, ImageResult]]:

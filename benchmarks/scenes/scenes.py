@@ -325,6 +325,34 @@ def scene_of(text: str) -> Scene:
     return Scene(objects, relation, expected.background or default_background(objects))
 
 
+PLACES = ("left", "right", "top", "bottom", "middle")
+ANSWERS = (len(BACKGROUND_COLOURS), *(len(PLACES) * (len(SHAPES) + 1, len(OBJECT_COLOURS) + 1, len(SIZES) + 1)))
+"""How many answers each question of `description` has."""
+
+
+def description(text: str) -> list[int]:
+    """What a caption means, as answers to the questions: which background; what shape, colour and size at each place.
+
+    The last answer to each question about a place is that nothing stands there.
+    """
+    scene = scene_of(text)
+    places = {
+        None: ("middle",),
+        "left of": ("left", "right"),
+        "right of": ("right", "left"),
+        "above": ("top", "bottom"),
+        "below": ("bottom", "top"),
+    }[scene.relation]
+    standing = dict(zip(places, scene.objects, strict=True))
+    answers = [BACKGROUND_COLOURS.index(scene.background)]
+    for place in PLACES:
+        if thing := standing.get(place):
+            answers += [SHAPES.index(thing.shape), OBJECT_COLOURS.index(thing.colour), SIZES.index(thing.size)]
+        else:
+            answers += [len(SHAPES), len(OBJECT_COLOURS), len(SIZES)]
+    return answers
+
+
 # ---- the split and the training examples
 
 
@@ -345,6 +373,11 @@ def is_held_out(text: str) -> bool:
 def held_out_captions(count: int, seed: int) -> list[str]:
     """The first `count` different held-out captions that the seed draws."""
     return _captions(count, seed, held_out=True)
+
+
+def training_captions(count: int, seed: int) -> list[str]:
+    """The first `count` different captions, none of them held out, that the seed draws."""
+    return _captions(count, seed, held_out=False)
 
 
 def _captions(count: int, seed: int, held_out: bool) -> list[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Encoding
 from transformers import CLIPTokenizer
 
 from model_handlers.checkpoint import CheckpointError
@@ -18,11 +19,13 @@ class Tokens:
       ids: int32 (max_length,), begin and end of text included, padded.
       count: tokens of the whole prompt, begin and end included.
       truncated: whether ids hold less than the whole prompt.
+      unknown_words: words that the vocabulary has no pieces for, so that they are mostly spelled in single bytes.
     """
 
     ids: np.ndarray
     count: int
     truncated: bool
+    unknown_words: int
 
 
 class Tokenizer:
@@ -57,11 +60,26 @@ class Tokenizer:
 
     def __call__(self, prompts: Sequence[str]) -> list[Tokens]:
         # verbose=False: that a prompt is longer than the encoder is said by `truncated`, not by a warning.
-        encoded = self._tokenizer(list(prompts), add_special_tokens=True, verbose=False)["input_ids"]
-        return [self._fit(ids) for ids in encoded]
+        encoded = self._tokenizer(list(prompts), add_special_tokens=True, verbose=False)
+        return [self._fit(encoding) for encoding in encoded.encodings]
 
-    def _fit(self, ids: list[int]) -> Tokens:
+    def _fit(self, encoding: Encoding) -> Tokens:
+        ids = encoding.ids
         end, pad = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
         truncated = len(ids) > self._max_length
         kept = [*ids[: self._max_length - 1], end] if truncated else ids + [pad] * (self._max_length - len(ids))
-        return Tokens(np.array(kept, np.int32), len(ids), truncated)
+        return Tokens(np.array(kept, np.int32), len(ids), truncated, _unknown_words(encoding))
+
+
+def _unknown_words(encoding: Encoding) -> int:
+    words: dict[int, list[str]] = {}
+    for word, piece in zip(encoding.word_ids, encoding.tokens, strict=True):
+        if word is not None:  # as the marks of begin and end are
+            words.setdefault(word, []).append(piece.removesuffix("</w>"))
+    return sum(_spelled(pieces) for pieces in words.values())
+
+
+def _spelled(pieces: list[str]) -> bool:
+    """Whether at least half of a word's pieces are single bytes; one alone is a word, and a row of signs is none."""
+    single = sum(len(piece) == 1 for piece in pieces)
+    return len(pieces) > 1 and 2 * single >= len(pieces) and any(piece.isalpha() for piece in pieces)

@@ -61,12 +61,14 @@ def test_the_counts_add_up(messy):
         "duplicates": 1,
         "written": len(GOOD),
         "truncated": 1,
+        "unknown_words": 8,  # four stars, a family, two other scripts, and one "more"
     }
     summary = json.loads((output / "summary.json").read_text())
     assert {name: count for name, count in summary["counts"].items() if count} == command.counts(output)
     assert summary["output"]["images"] == len(GOOD) == len(list(output.glob("images/*/*.png")))
     assert finished.stdout.startswith("26 records: 12 images written in ")
     assert "0 there before, 1 duplicates, 13 rejected; see " in finished.stdout
+    assert "8 prompts have words the model does not know; see unknown_words" in finished.stdout
 
 
 def test_every_reject_names_its_file_its_row_and_the_reason(messy):
