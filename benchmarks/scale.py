@@ -3,9 +3,9 @@
     python -m benchmarks.scale [10000 100000 1000000]
 
 For each number, in a process of its own: milliseconds a record of making it and of its report; a second run that finds
-it finished, once by looking at every record and once by seeing that nothing has changed, over the first; peak memory;
-padded slots. Times are the processor's, since the machine's others and its disk are in every wall clock, which is the
-last column.
+it finished, once by looking at every record and once by seeing that nothing has changed, over the first; peak memory of
+all that; padded slots. Times are the processor's, since the machine's others and its disk are in every wall clock,
+which is the last column.
 """
 
 import argparse
@@ -53,10 +53,10 @@ def measure(records: int, kind: str, folder: Path) -> dict[str, float]:
             with _timed(figures, "report"):
                 hashes = {"inputs": inputs, "shards": shards_hash(str(output))}
                 write_report(str(output), hashes, fresh=True, output_format=settings["output_format"])
-            figures["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     with _timed(figures, "unchanged"):
         if not still_finished(str(output), inputs_hash([str(source)], None, None), retry_rejected=False):
             raise SystemExit("the output is taken for unfinished")
+    figures["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     return figures
 
 

@@ -7,7 +7,8 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from operator import attrgetter
 
 import numpy as np
 
@@ -85,20 +86,33 @@ class ImageRequest:
     @cached_property
     def key(self) -> str:
         """Name of the picture: 128 bits over who asked (id, image index) and what was asked (digest)."""
-        return _sha256([self.id, self.image_index, self.digest])[:32]
+        return _sha256(f'[{_encode(self.id)}, {self.image_index}, "{self.digest}"]')[:32]
 
 
 def digest(request: ImageRequest, recipe: Recipe) -> str:
-    """sha256 over all that decides the request's pixels, and nothing else (not its id, file or neighbours)."""
-    # By name and not by asdict, which copies deeply and would take most of the time that a record takes.
-    return _sha256({**{name: getattr(request, name) for name in _DECIDING}, **recipe.of_model()})
+    """sha256 over all that decides the request's pixels, and nothing else (not its id, file or neighbours).
+
+    What is hashed is the JSON object of the deciding fields and of `Recipe.of_model`, its names sorted.
+    """
+    return _sha256(_template(recipe, *_shared(request)) % tuple(map(_encode, _own(request))))
 
 
-_DECIDING = [
+# The fields that decide pixels: those in which one request is unlike the next, and those that many have in common.
+_OWN = ("negative_prompt", "prompt", "seed")
+_SHARED = [
     field.name
     for field in dataclasses.fields(ImageRequest)
-    if field.name not in ("id", "image_index", "digest", "source", "position", "extra")
+    if field.name not in (*_OWN, "id", "image_index", "digest", "source", "position", "extra")
 ]
+_own, _shared = attrgetter(*_OWN), attrgetter(*_SHARED)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _template(recipe: Recipe, *shared: object) -> str:
+    """The text that is hashed, with a %s for each of `_OWN`: made once for all requests that share the rest."""
+    values = {**dict(zip(_SHARED, shared, strict=True)), **recipe.of_model()}
+    texts = {name: _encode(value).replace("%", "%%") for name, value in values.items()} | dict.fromkeys(_OWN, "%s")
+    return "{" + ", ".join(f'"{name}": {texts[name]}' for name in sorted(texts)) + "}"
 
 
 def derived_seed(run_seed: int, record_id: str, image_index: int) -> int:
@@ -106,7 +120,7 @@ def derived_seed(run_seed: int, record_id: str, image_index: int) -> int:
 
     53 bits, so that JSON readers which hold numbers as doubles keep it exactly.
     """
-    return int(_sha256([run_seed, record_id, image_index])[:16], 16) >> 11
+    return int(_sha256(f"[{run_seed}, {_encode(record_id)}, {image_index}]")[:16], 16) >> 11
 
 
 @dataclass(frozen=True)
@@ -142,9 +156,15 @@ class ImageResult:
     failed: bool = False
 
 
-# Made once: json.dumps makes an encoder for every call that has settings, and a record takes three.
-_encode = json.JSONEncoder(sort_keys=True).encode
+_encoder = json.JSONEncoder(sort_keys=True)
 
 
-def _sha256(value: object) -> str:
-    return hashlib.sha256(_encode(value).encode()).hexdigest()
+def _encode(value: object) -> str:
+    """JSON of a value, by a short cut where the encoder would take longer to begin than to encode."""
+    if value is None:
+        return "null"
+    return str(value) if type(value) is int else _encoder.encode(value)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -114,15 +114,16 @@ def parse(
     if columns[prompt_name] is None:
         raise RecordError(f"{prompt_name} is not set")
     prompt = _text(prompt_name, columns[prompt_name])
+    known = (prompt_name, id_name)
     record_id = columns.get(id_name)
     fields = {
         name: parser(name, columns[name])
         for name, parser in FIELDS.items()
-        if name not in (prompt_name, id_name) and columns.get(name) is not None
+        if columns.get(name) is not None and name not in known
     }
-    rest = {name: value for name, value in columns.items() if name not in (prompt_name, id_name, *FIELDS)}
+    rest = {name: value for name, value in columns.items() if name not in known and name not in FIELDS}
     try:
-        extra = _EXTRA.encode(rest)
+        extra = _EXTRA.encode(rest) if rest else "{}"
     except (ValueError, RecursionError, TypeError) as error:
         raise RecordError(f"the other columns cannot be kept as JSON: {error}") from None
     identity = f"{source}:{position}" if record_id is None else _id(id_name, record_id)

@@ -1,14 +1,14 @@
 """ExpandRequests: what a record asks for, made explicit: one request for each image."""
 
-import dataclasses
-from typing import cast
+from functools import lru_cache
+from typing import Any, cast
 
 import apache_beam as beam
 from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.windowed_value import WindowedValue
 
 from model_handlers.recipe import MAX_SEED, MAX_SIDE, MAX_STEPS, ImageRequest, Recipe, derived_seed, digest
-from transforms.records import PromptRecord, RecordError, Reject
+from transforms.records import PromptRecord, RecordError, Reject, Value
 
 MAX_IMAGES_PER_PROMPT = 10_000
 MAX_GUIDANCE = 1000.0
@@ -62,44 +62,54 @@ def expand(record: PromptRecord, recipe: Recipe) -> list[ImageRequest]:
     Raises:
       RecordError: if a setting is out of range.
     """
-
-    def setting(name):
-        return record.fields.get(name, getattr(recipe, name))
-
-    width = _side("width", setting("width"), recipe.size_multiple)
-    height = _side("height", setting("height"), recipe.size_multiple)
-    count = _within("num_images_per_prompt", setting("num_images_per_prompt"), 1, MAX_IMAGES_PER_PROMPT)
+    count, settings = _settings(recipe, *[field for field in record.fields.items() if field[0] not in _OWN])
     first = cast(int | None, record.fields.get("seed"))
     if first is not None:
         _within("seed of the last image", first + count - 1, 0, MAX_SEED)
-    conditioning = {
-        # SDXL's micro-conditioning: 0 is a size that no training picture had, and no crop begins left of the edge.
-        "original_size": _pair_within("original_size", record.fields.get("original_size", (height, width)), 1),
-        "crops_coords_top_left": _pair_within(
-            "crops_coords_top_left", record.fields.get("crops_coords_top_left", (0, 0)), 0
-        ),
-        "target_size": _pair_within("target_size", record.fields.get("target_size", (height, width)), 1),
-    }
     common = {
         "id": record.id,
         "prompt": record.prompt,
-        "negative_prompt": setting("negative_prompt"),
-        "width": width,
-        "height": height,
-        "num_inference_steps": _within("num_inference_steps", setting("num_inference_steps"), 1, MAX_STEPS),
-        # Plus zero turns -0.0 into 0.0: the same picture has one digest.
-        "guidance_scale": _within("guidance_scale", float(setting("guidance_scale")), 0.0, MAX_GUIDANCE) + 0.0,
-        **conditioning,
+        "negative_prompt": record.fields.get("negative_prompt", recipe.negative_prompt),
         "source": record.source,
         "position": record.position,
         "extra": record.extra,
+        **settings,
     }
     requests = []
     for index in range(count):
         seed = derived_seed(recipe.seed, record.id, index) if first is None else first + index
         request = ImageRequest(image_index=index, seed=seed, **common)
-        requests.append(dataclasses.replace(request, digest=digest(request, recipe)))
+        # In place, since nobody has seen it yet: a second copy would take longer than the digest.
+        object.__setattr__(request, "digest", digest(request, recipe))
+        requests.append(request)
     return requests
+
+
+# Fields of a record that hardly another record has.
+_OWN = ("negative_prompt", "seed")
+
+
+@lru_cache(maxsize=1024)
+def _settings(recipe: Recipe, *fields: tuple[str, Value]) -> tuple[int, dict[str, Any]]:
+    """The number of images of a record, and what is the same in all requests of all records that set these fields."""
+    own = dict(fields)
+
+    def setting(name):
+        return own.get(name, getattr(recipe, name))
+
+    width = _side("width", setting("width"), recipe.size_multiple)
+    height = _side("height", setting("height"), recipe.size_multiple)
+    return _within("num_images_per_prompt", setting("num_images_per_prompt"), 1, MAX_IMAGES_PER_PROMPT), {
+        "width": width,
+        "height": height,
+        "num_inference_steps": _within("num_inference_steps", setting("num_inference_steps"), 1, MAX_STEPS),
+        # Plus zero turns -0.0 into 0.0: the same picture has one digest.
+        "guidance_scale": _within("guidance_scale", float(setting("guidance_scale")), 0.0, MAX_GUIDANCE) + 0.0,
+        # SDXL's micro-conditioning: 0 is a size that no training picture had, and no crop begins left of the edge.
+        "original_size": _pair_within("original_size", own.get("original_size", (height, width)), 1),
+        "crops_coords_top_left": _pair_within("crops_coords_top_left", own.get("crops_coords_top_left", (0, 0)), 0),
+        "target_size": _pair_within("target_size", own.get("target_size", (height, width)), 1),
+    }
 
 
 def _within(name, value, low, high):

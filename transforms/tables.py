@@ -8,6 +8,7 @@ import datetime
 import decimal
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import IO, Any
 
 import pyarrow as pa
@@ -18,6 +19,7 @@ from transforms.rows import Columns, InputError, Row, lines
 
 # Rows of a parquet file that become Python objects at a time.
 _BATCH = 1000
+_ROWS_OF_PART = 10_000
 
 # The cells of a row, the problem because of which there are none, or "", and the row as it stands in the file.
 Cells = tuple[list[str], str, str]
@@ -99,8 +101,31 @@ def _check_header(path: str, header: list[str], columns: Columns) -> None:
         raise InputError(f"{path}: a column name stands twice in the header: {found}")
 
 
-def read_parquet(path: str, file: IO[bytes], columns: Columns) -> Iterator[Row]:
-    """The rows of a parquet file; one row group is in memory at a time.
+@dataclass(frozen=True)
+class RowGroups:
+    """Row groups of a parquet file, from `first` up to but not including `end`, and how many rows come before them."""
+
+    first: int
+    end: int
+    rows_before: int
+
+
+def row_groups(file: IO[bytes]) -> list[RowGroups]:
+    """Cuts a parquet file into parts that can be read apart, of some ten thousand rows; only its footer is read."""
+    metadata = parquet.read_metadata(file)
+    parts = []
+    first = rows = rows_before = 0
+    for group in range(metadata.num_row_groups):
+        rows += metadata.row_group(group).num_rows
+        # Together if they are small: each part costs another reading of the footer.
+        if rows >= _ROWS_OF_PART or group + 1 == metadata.num_row_groups:
+            parts.append(RowGroups(first, group + 1, rows_before))
+            first, rows, rows_before = group + 1, 0, rows_before + rows
+    return parts
+
+
+def read_parquet(path: str, file: IO[bytes], columns: Columns, part: RowGroups | None = None) -> Iterator[Row]:
+    """The rows of a parquet file or of a part of it; one row group is in memory at a time.
 
     Columns of bytes, such as the pictures of a dataset whose captions are read, are not read and not passed through.
     """
@@ -108,8 +133,9 @@ def read_parquet(path: str, file: IO[bytes], columns: Columns) -> Iterator[Row]:
         fields = [field for field in table.schema_arrow if not _holds_bytes(field.type)]
         names = [field.name for field in fields]
         _check_header(path, names, columns)
-        position = 0
-        for batch in table.iter_batches(_BATCH, columns=names, use_threads=False):
+        position = part.rows_before if part else 0
+        groups = range(part.first, part.end) if part else None
+        for batch in table.iter_batches(_BATCH, groups, columns=names, use_threads=False):
             for row in _row_by_row(batch):
                 position += 1
                 yield Row(position, "", problem=row) if isinstance(row, str) else Row(position, "", row)

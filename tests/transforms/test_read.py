@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from tests.fakes import collect
 from transforms import rows as ground
-from transforms.read import Columns, InputError, InputFile, match_inputs, read_file
-from transforms.records import MAX_RAW, PromptRecord
+from transforms import tables
+from transforms.read import Columns, InputError, InputFile, ReadPrompts, match_inputs, read_file, split
+from transforms.records import MAX_RAW, PromptRecord, Reject
+from transforms.tables import RowGroups
 
 
 def rows(path, **columns):
@@ -250,6 +253,37 @@ def test_parquet_is_read_by_row_groups_without_its_pictures(tmp_path):
     assert json.loads(first.extra) == {"made": "2024-01-02 00:00:00", "tags": ["a", "b"]}
     assert (last.prompt, last.fields, last.id) == ("a dog", {}, "a.parquet:3")
     assert (reject.reason, reject.position) == ("caption is not set", 2)
+
+
+def test_the_row_groups_of_a_parquet_file_are_read_apart_as_they_are_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "_ROWS_OF_PART", 4)
+    path = tmp_path / "a.parquet"
+    prompts = [f"prompt {number}" for number in range(17)]
+    table = pa.table({"prompt": [*prompts[:9], None, *prompts[10:]], "seed": [-1, *range(16)]})
+    parquet.write_table(table, path, row_group_size=3)
+    write(tmp_path / "b.txt", "a cat")
+    together = rows(path)
+    assert [row.position for row in together] == list(range(1, 18))
+    assert [row.position for row in together if isinstance(row, Reject)] == [1, 10]
+
+    parts = split(match_inputs([str(tmp_path / "*")]))
+    assert [(part.source, part.part) for part in parts] == [
+        ("a.parquet", RowGroups(0, 2, 0)),
+        ("a.parquet", RowGroups(2, 4, 6)),
+        ("a.parquet", RowGroups(4, 6, 12)),
+        ("b.txt", None),
+    ]
+    assert [row for part in parts[:3] for row in read_file(part, Columns())] == together
+
+    read = collect(lambda pipeline: pipeline | ReadPrompts([str(path)]))
+    assert sorted(read["records"] + read["rejects"], key=lambda row: row.position) == together
+    assert sorted(read["fates"]) == [("records_read", 5), ("records_read", 6), ("records_read", 6)]
+
+
+def test_a_parquet_file_without_rows_has_no_records(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
+    assert [row for part in split(match_inputs([str(path)])) for row in read_file(part, Columns())] == rows(path) == []
 
 
 def test_damage_in_a_parquet_file_costs_a_record_or_stops_the_run(tmp_path):

@@ -1,8 +1,12 @@
 """From records to requests: defaults, seeds and ranges."""
 
 import dataclasses
+import hashlib
+import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from model_handlers.recipe import MAX_SEED, MAX_SIDE, MAX_STEPS
 from tests.fakes import RECIPE
@@ -112,3 +116,37 @@ def test_a_digest_does_not_change_with_who_asks():
     assert request.digest == one(seed=7).digest
     assert request.key != one(seed=7).key
     assert one(seed=7, guidance_scale=-0.0).digest == one(seed=7, guidance_scale=0.0).digest
+
+
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(
+    ["%s", '100 % \\ "', "%(prompt)s"]
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(id=_TEXT, prompt=_TEXT, negative_prompt=st.none() | _TEXT, seed=st.none() | st.integers(0, MAX_SEED))
+def test_seed_digest_and_key_are_hashes_of_plain_json_and_stay_what_they_are_in_outputs(
+    id, prompt, negative_prompt, seed
+):
+    recipe = dataclasses.replace(RECIPE, negative_prompt=negative_prompt, scheduler_options='{"a": "%d"}')
+    fields = {} if seed is None else {"seed": seed}
+    (request,) = expand(record(prompt, id, width=16, **fields), recipe)
+
+    def sha256(value):
+        return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+    assert request.seed == (int(sha256([0, id, 0])[:16], 16) >> 11 if seed is None else seed)
+    decided = {
+        "prompt": prompt,
+        "negative_prompt": negative_prompt,
+        "seed": request.seed,
+        "width": 16,
+        "height": 8,
+        "num_inference_steps": 20,
+        "guidance_scale": 5.0,
+        "original_size": [8, 16],
+        "crops_coords_top_left": [0, 0],
+        "target_size": [8, 16],
+    }
+    assert request.digest == sha256({**decided, **recipe.of_model()})
+    assert request.key == sha256([id, 0, request.digest])[:32]

@@ -4,7 +4,8 @@ import apache_beam as beam
 import pytest
 
 from tests.fakes import RECIPE, collect
-from transforms import progress, storage
+from transforms import progress, resume, storage
+from transforms.coders import KEY_BYTES
 from transforms.commits import Commit, CommitError, CommittedImage, CommittedReject, path_of
 from transforms.records import PromptRecord
 from transforms.requests import expand
@@ -61,6 +62,36 @@ def test_of_requests_for_the_same_the_first_in_the_input_is_kept(tmp_path):
     assert skip(tmp_path, [*same, request(2)]) == ([same[2], request(2)], {"duplicates": 3})
     commit(tmp_path, "a" * 20, images=same[:1])
     assert skip(tmp_path, same) == ([], {"duplicates": 3, "finished_before": 1})
+
+
+@pytest.mark.parametrize("keys", [0, 1, 5])
+def test_an_output_of_more_pictures_than_workers_are_told_of_is_joined_to_the_same_end(tmp_path, monkeypatch, keys):
+    monkeypatch.setattr(resume, "_MAX_KNOWN_BYTES", keys * KEY_BYTES)
+    monkeypatch.setattr(resume, "_LOT", 3)
+    requests = [request(number) for number in range(8)]
+    commit(tmp_path, "a" * 20, images=requests[:5], rejected=requests[5:6])
+    commit(tmp_path, "b" * 20, images=[requests[5], request(99)])
+    twice = [*requests, request(0, position=2), request(7, position=2)]
+    assert skip(tmp_path, twice) == (requests[6:], {"duplicates": 2, "finished_before": 6})
+
+
+def test_of_a_finished_request_nothing_but_its_key_is_joined(monkeypatch):
+    monkeypatch.setattr(resume, "_LOT", 3)
+    requests = [request(number) for number in range(7)]
+    written = [(0, b"+" + bytes.fromhex(each.key)) for each in requests[1:]]
+
+    def build(pipeline):
+        finished = beam.pvalue.AsIter(pipeline | "Finished" >> beam.Create(written))
+        given = pipeline | "Requests" >> beam.Create([*requests, requests[1]])
+        return given | beam.ParDo(resume._SetAside(), finished).with_outputs("known", main="unknown")
+
+    outputs = collect(build)
+    assert outputs["unknown"] == requests[:1]
+    asked = [requests[place].key for place in (1, 1, 2, 3, 4, 5, 6)]
+    keys = [
+        entry[place : place + KEY_BYTES] for _, entry in outputs["known"] for place in range(1, len(entry), KEY_BYTES)
+    ]
+    assert sorted(key.hex() for key in keys) == sorted(asked)
 
 
 def test_the_same_id_with_changed_content_is_a_new_image(tmp_path):
