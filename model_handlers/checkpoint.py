@@ -4,24 +4,29 @@ A checkpoint comes from strangers: nothing in it is executed, names in it never 
 tensor is accounted for. Weights are streamed, one tensor at a time, from the memory-mapped file to the device.
 """
 
+import contextlib
 import hashlib
 import json
+import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes  # noqa: F401  # teaches NumPy, and so safetensors, the name bfloat16
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from model_handlers.attention import Stack
+from model_handlers.tensors import CheckpointError, Tensor, read_tensors, renamed
 
+# In the root of a checkpoint, instead of weights in its folders: all of them in the layout of the original releases.
+SINGLE_FILE = "single_file.safetensors"
 WEIGHTS = ("diffusion_pytorch_model", "model")  # diffusers' and transformers' names for a network's weights
+FLAX_WEIGHTS = ("diffusion_flax_model.msgpack", "flax_model.msgpack")  # of the Flax pipelines, which are no more
 TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
@@ -32,10 +37,6 @@ TOKENIZER_FILES = (
 )
 # Parts that many checkpoints name although they change no pixel: they prepare or judge pictures that are given.
 WITHOUT_EFFECT = ("feature_extractor", "image_processor", "safety_checker")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be used; the message says which file, what is wrong and what to do."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,23 @@ def components(root: Path) -> list[str]:
 
 
 def identity(root: Path, variant: str | None = None) -> str:
-    """sha256 over the names and contents of all files that decide pixels; the same wherever the checkpoint lies."""
+    """sha256 over the names and contents of all files that decide pixels; the same wherever the checkpoint lies.
+
+    What was found for a file of weights is remembered in the cache: to read a real checkpoint takes a minute.
+    """
     total = hashlib.sha256()
     for path in [root / "model_index.json", *_deciding_files(root, variant)]:
         try:
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
+            content = _digest_of(path)
         except FileNotFoundError:
             raise CheckpointError(f"{path}: no such file, but model_index.json names {path.parent.name}") from None
         total.update(f"{content}  {path.relative_to(root).as_posix()}\n".encode())
     return total.hexdigest()
+
+
+def cache_folder() -> Path:
+    """Where downloads and digests are kept: LIGHTMILL_CACHE or ~/.cache/lightmill."""
+    return Path(os.environ.get("LIGHTMILL_CACHE", Path.home() / ".cache/lightmill"))
 
 
 def fill(
@@ -102,12 +110,12 @@ def fill(
       variant: such as "fp16", for the files of that infix; None prefers the files without one.
 
     Raises:
-      CheckpointError: naming together all missing, unused and misshapen tensors, or what is wrong with a file.
+      CheckpointError: naming together the missing, unused and misshapen tensors, or what is wrong with a file.
     """
     slots, tensors, stored = _match(net, folder, variant)
     for slot in slots:
         # One copy of one parameter is all that the host ever holds beside the mapped file.
-        parts = [slot.to_flax(tensors[stored[name]]) for name in slot.names]
+        parts = [slot.to_flax(tensors[stored[name]].read()) for name in slot.names]
         value = np.stack(parts) if slot.stacked else parts[0]
         slot.parameter.set_value(jax.device_put(value.astype(slot.parameter.dtype, copy=False), sharding))
 
@@ -135,7 +143,7 @@ def save(net: nnx.Module, folder: Path, dtype: np.typing.DTypeLike) -> None:
 
 
 def weight_files(folder: Path, variant: str | None = None) -> list[Path]:
-    """The safetensors files of a network: one, or the shards that an index lists.
+    """The files of a network's weights: safetensors, one or the shards that an index lists, else one of Flax.
 
     Raises:
       CheckpointError: there are none; if there are pickles instead, says how to convert them.
@@ -149,6 +157,8 @@ def weight_files(folder: Path, variant: str | None = None) -> list[Path]:
             for index in (f"{single.name}.index.json", f"{stem}.safetensors.index.{infix}.json"):
                 if (folder / index).is_file():
                     return _shards(folder / index)
+    if not variant and (flax := [folder / name for name in FLAX_WEIGHTS if (folder / name).is_file()]):
+        return flax
     if pickles := sorted(p.name for pattern in ("*.bin", "*.ckpt", "*.pt", "*.pth") for p in folder.glob(pattern)):
         raise CheckpointError(
             f"{folder / pickles[0]}: a pickle can run code, so it is not read; convert it in a place you trust: "
@@ -200,67 +210,45 @@ def _slots(net: nnx.Module) -> Iterator[_Slot]:
         yield _Slot(tuple(name + leaf for name in names), stacked, axes, parameter)
 
 
-class _Tensors(Mapping[str, np.ndarray]):
-    """The tensors of one or several safetensors files, read from the mapped file when asked for."""
-
-    def __init__(self, paths: list[Path]):
-        self._files = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for path in paths:
-            try:
-                file = safe_open(path, framework="np")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
-            for name in file.keys():  # noqa: SIM118  # it is no dict
-                self._files[name] = file
-                self.shapes[name] = tuple(file.get_slice(name).get_shape())
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._files[name].get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
-
-
-def _match(net: nnx.Module, folder: Path, variant: str | None) -> tuple[list[_Slot], _Tensors, dict[str, str]]:
+def _match(net: nnx.Module, folder: Path, variant: str | None) -> tuple[list[_Slot], dict[str, Tensor], dict[str, str]]:
     """The network's slots, the stored tensors, and the stored name for each name that the network uses."""
     slots = list(_slots(net))
-    tensors = _Tensors(weight_files(folder, variant))
+    where, tensors = _stored(net, folder, variant)
     renames = getattr(type(net), "RENAMES", ())
-    named = [(new, old) for old in tensors.shapes if (new := _renamed(old, renames))]
-    _check_names(folder, slots, named, tensors.shapes)
+    named = [(new, old) for old in tensors if (new := renamed(old, renames))]
+    _check_names(where, slots, named, tensors)
     return slots, tensors, dict(named)
 
 
-def _check_names(
-    folder: Path, slots: list[_Slot], named: list[tuple[str, str]], shapes: dict[str, tuple[int, ...]]
-) -> None:
+def _stored(net: Any, folder: Path, variant: str | None) -> tuple[Path, dict[str, Tensor]]:
+    """The tensors of a network, and the file or folder where they are."""
+    if not (single := folder.parent / SINGLE_FILE).is_file():
+        return folder, read_tensors(weight_files(folder, variant))
+    file = single.readlink() if single.is_symlink() else single  # the name that the user knows
+    if converted := net.from_original(read_tensors([file])):
+        return file, converted
+    raise CheckpointError(f"{file}: holds no {folder.name} in the original layout; is --config of the same family?")
+
+
+def _check_names(where: Path, slots: list[_Slot], named: list[tuple[str, str]], tensors: Mapping[str, Tensor]) -> None:
     wanted = {name: slot for slot in slots for name in slot.names}
     stored = dict(named)
     missing = sorted(wanted.keys() - stored.keys())
     # Of two tensors for one name, an old spelling and today's, neither is known to be the right one.
     unused = sorted(old for new, old in named if new not in wanted or stored[new] != old)
     misshapen = sorted(
-        f"{name} {shapes[stored[name]]}, not {slot.torch_shape}"
+        f"{name} {tensors[stored[name]].shape}, not {slot.torch_shape}"
         for name, slot in wanted.items()
-        if name in stored and shapes[stored[name]] != slot.torch_shape
+        if name in stored and tensors[stored[name]].shape != slot.torch_shape
     )
     problems = {"missing": missing, "unused": unused, "of another shape than config.json says": misshapen}
-    if found := [f"{len(names)} {what}: {', '.join(names)}" for what, names in problems.items() if names]:
-        raise CheckpointError(f"{folder}: the tensors do not fit the network; {'; '.join(found)}")
+    if found := [f"{len(names)} {what}: {_listed(names)}" for what, names in problems.items() if names]:
+        raise CheckpointError(f"{where}: the tensors do not fit the network; {'; '.join(found)}")
 
 
-def _renamed(name: str, renames: tuple[tuple[str, str | None], ...]) -> str | None:
-    """The name that the network uses today for a tensor of an older file; None if the tensor is not needed."""
-    for pattern, replacement in renames:
-        if re.match(pattern, name):
-            if replacement is None:
-                return None
-            name = re.sub(pattern, replacement, name)
-    return name
+def _listed(names: list[str], limit: int = 20) -> str:
+    """A checkpoint of another family has thousands, of which the first few say so."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _shards(index: Path) -> list[Path]:
@@ -278,7 +266,32 @@ def _shards(index: Path) -> list[Path]:
     return paths
 
 
+# A file that was written a moment ago may be written again within the resolution of its times.
+SETTLED = 2.0  # seconds
+
+
+def _digest_of(path: Path) -> str:
+    """sha256 of a file; of weights it is remembered for as long as the file stays as it is."""
+    status = path.stat()
+    key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    known = cache_folder() / "digests" / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+    if known.is_file():
+        return known.read_text()
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    settled = time.time() - max(status.st_mtime, status.st_ctime) > SETTLED
+    if settled and path.suffix in (".safetensors", ".msgpack"):
+        with contextlib.suppress(OSError):  # without the note, the next run reads the file once more
+            known.parent.mkdir(parents=True, exist_ok=True)
+            partial = known.with_name(f"{known.name}.{os.getpid()}.part")
+            partial.write_text(digest)
+            partial.replace(known)
+    return digest
+
+
 def _deciding_files(root: Path, variant: str | None) -> Iterator[Path]:
+    single = [root / SINGLE_FILE] if (root / SINGLE_FILE).is_file() else []
+    yield from single
     for component in components(root):
         folder = root / component
         if component.startswith("tokenizer"):
@@ -287,4 +300,4 @@ def _deciding_files(root: Path, variant: str | None) -> Iterator[Path]:
             yield folder / "scheduler_config.json"
         else:
             yield folder / "config.json"
-            yield from weight_files(folder, variant)
+            yield from () if single else weight_files(folder, variant)

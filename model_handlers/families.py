@@ -7,7 +7,12 @@ from model_handlers.checkpoint import CheckpointError
 from model_handlers.stable_diffusion.model import StableDiffusionXL
 
 # A family has `describe`, for the command line, and `load`, for the workers.
-FAMILIES = {"StableDiffusionXLPipeline": StableDiffusionXL}
+FAMILIES = {
+    "StableDiffusionPipeline": StableDiffusionXL,
+    "StableDiffusionXLPipeline": StableDiffusionXL,
+    "FlaxStableDiffusionPipeline": StableDiffusionXL,
+    "FlaxStableDiffusionXLPipeline": StableDiffusionXL,
+}
 
 
 def family_of(root: Path) -> type[StableDiffusionXL]:

@@ -38,7 +38,8 @@ class ModelSpec:
     """Which model a worker loads, and how; small and picklable, so it travels to the workers.
 
     Attributes:
-      checkpoint: folder, gs:// folder or hub id.
+      checkpoint: folder, gs:// folder, hub id or single file.
+      config: where a single file's configs and tokenizers are.
       identity: what `checkpoint.identity` must find there: another would be another recipe.
       scheduler, dtype, per_device_batch_size, scheduler_options: as in the recipe.
       variant: infix of the weight files, such as "fp16".
@@ -55,6 +56,7 @@ class ModelSpec:
     device: str | None = None
     jax_cache_dir: str | None = None
     scheduler_options: str = "{}"
+    config: str | None = None
 
 
 class LoadedModel:
@@ -118,7 +120,7 @@ def load_programs(spec: ModelSpec) -> Programs:
         raise RuntimeError(f"this worker has no usable {spec.device or 'device'} ({error})") from error
     if spec.device and devices[0].platform != spec.device:  # JAX had started before and does not look again
         raise RuntimeError(f"this worker has no usable {spec.device} (JAX runs on {devices[0].platform} already)")
-    root = fetch.checkpoint_folder(spec.checkpoint, spec.variant)
+    root = fetch.checkpoint_folder(spec.checkpoint, spec.variant, spec.config)
     if (found := checkpoint.identity(root, spec.variant)) != spec.identity:
         raise checkpoint.CheckpointError(
             f"{spec.checkpoint}: the files here have identity {found[:12]}, those of the recipe {spec.identity[:12]}; "

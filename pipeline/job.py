@@ -94,7 +94,7 @@ def _run(pipeline: beam.Pipeline, output: str) -> None:
 
 def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Recipe]:
     """Reads everything of the checkpoint but its weights, whose names it checks, and settles the recipe."""
-    root = fetch.checkpoint_folder(options.checkpoint, options.variant)
+    root = fetch.checkpoint_folder(options.checkpoint, options.variant, options.config)
     family = family_of(root)
     sampling = settle_sampling(options)
     description = family.describe(root, sampling.scheduler, sampling.scheduler_options)
@@ -130,6 +130,7 @@ def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Re
         dtype=dtype,
         per_device_batch_size=recipe.per_device_batch_size,
         variant=options.variant,
+        config=options.config,
         device=options.device,
         jax_cache_dir=options.jax_cache_dir,
     )

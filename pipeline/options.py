@@ -47,6 +47,7 @@ class GenerateOptions:
     image_quality: int | None
     on_recipe_change: str
     checkpoint: str
+    config: str | None
     variant: str | None
     scheduler: str | None
     scheduler_options: Sequence[str]
@@ -104,7 +105,11 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         default=EMBEDDED,
         metavar="DIR",
-        help="folder in diffusers' layout, gs:// folder or hub id (default: the small one in this package)",
+        help="folder in diffusers' layout or FILE.safetensors in the original one, local, gs:// or on the hub "
+        "(default: the small one in this package)",
+    )
+    model.add_argument(
+        "--config", metavar="DIR", help="of a single file: folder or hub id that its configs and tokenizers come from"
     )
     model.add_argument("--variant", metavar="NAME", help="of the weight files, such as fp16")
     model.add_argument("--scheduler", metavar="CLASS", help="diffusers' name of a sampler (default: the checkpoint's)")

@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from benchmarks.scenes.scenes import VOCABULARY
 from benchmarks.scenes.tokenizer import write_tokenizers
 from model_handlers import checkpoint
-from model_handlers.stable_diffusion.model import NETWORKS, Configs, Networks
+from model_handlers.stable_diffusion.model import NETWORKS, Configs, Networks, _one_key
 from tests.parity import cases
 from tests.parity.cases import Case, Picture
 
@@ -50,20 +50,22 @@ PARTS = {
 def write(case: Case, root: Path) -> Path:
     """Writes a case's checkpoint in diffusers' layout, with files for the names and shapes that our networks have."""
     write_tokenizers(root, VOCABULARY)
+    xl = case.text_encoder_2 is not None
     _write_json(
         root / "model_index.json",
         {
-            "_class_name": "StableDiffusionXLPipeline",
+            "_class_name": "StableDiffusionXLPipeline" if xl else "StableDiffusionPipeline",
             "force_zeros_for_empty_prompt": case.force_zeros_for_empty_prompt,
             "feature_extractor": [None, None],
-            **PARTS,
+            **{name: value for name, value in PARTS.items() if xl or not name.endswith("_2")},
         },
     )
     _write_json(root / "scheduler/scheduler_config.json", {"_class_name": "EulerDiscreteScheduler", **case.scheduler})
-    for name in NETWORKS:
+    names = [name for name in NETWORKS if getattr(case, name) is not None]
+    for name in names:
         _write_json(root / name / "config.json", getattr(case, name))
     networks = abstract_networks(root)
-    for name in NETWORKS:
+    for name in names:
         shapes = checkpoint.tensor_shapes(getattr(networks, name))
         stem = "model" if name.startswith("text_encoder") else "diffusion_pytorch_model"
         tensors = {key: cases.weight(name, key, shape) for key, shape in shapes.items()}
@@ -73,7 +75,7 @@ def write(case: Case, root: Path) -> Path:
 
 def abstract_networks(root: Path) -> Networks:
     """The networks of a checkpoint's configs as shapes only, as `StableDiffusionXL.load` makes them."""
-    return nnx.eval_shape(lambda: Networks(Configs.read(root), nnx.Rngs(0), param_dtype="float32"))
+    return nnx.eval_shape(lambda: Networks(Configs.read(root), _one_key(), param_dtype="float32"))
 
 
 def _write_json(path: Path, value: dict) -> None:

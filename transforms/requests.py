@@ -12,6 +12,8 @@ from transforms.records import PromptRecord, RecordError, Reject, Value
 
 MAX_IMAGES_PER_PROMPT = 10_000
 MAX_GUIDANCE = 1000.0
+# What other families would pass over without a word.
+XL_ONLY = ("original_size", "crops_coords_top_left", "target_size")
 
 
 class ExpandRequests(beam.PTransform):
@@ -60,7 +62,7 @@ def expand(record: PromptRecord, recipe: Recipe) -> list[ImageRequest]:
     seed is derived from the run's seed, the record's id and i.
 
     Raises:
-      RecordError: if a setting is out of range.
+      RecordError: if a setting is out of range, or not one of the model.
     """
     count, settings = _settings(recipe, *[field for field in record.fields.items() if field[0] not in _OWN])
     first = cast(int | None, record.fields.get("seed"))
@@ -93,6 +95,8 @@ _OWN = ("negative_prompt", "seed")
 def _settings(recipe: Recipe, *fields: tuple[str, Value]) -> tuple[int, dict[str, Any]]:
     """The number of images of a record, and what is the same in all requests of all records that set these fields."""
     own = dict(fields)
+    if recipe.family != "StableDiffusionXLPipeline" and (foreign := [name for name in XL_ONLY if name in own]):
+        raise RecordError(f"{foreign[0]} is a setting of SDXL, which {recipe.family} does not have")
 
     def setting(name):
         return own.get(name, getattr(recipe, name))

@@ -1,6 +1,7 @@
-"""Stable Diffusion XL from token ids to pictures: the method as free functions, and the model that holds its parts.
+"""Stable Diffusion from token ids to pictures: the method as free functions, and the model that holds its parts.
 
-Source: Podell et al. 2023; results follow diffusers' StableDiffusionXLPipeline.
+Sources: Rombach et al. 2022 (versions 1 and 2), Podell et al. 2023 (XL); results follow diffusers'
+StableDiffusionPipeline and StableDiffusionXLPipeline.
 Axes: B batch, T text tokens, X text channels, P pooled channels, h and w latents, H and W pixels, E evaluations of the
 UNet, K slots of a sampler.
 """
@@ -34,7 +35,7 @@ class Inputs(NamedTuple):
     """Everything about a batch, as data: no value in it is part of the compiled program.
 
     Attributes:
-      ids, negative_ids: int32 (2, B, T), for the two text encoders.
+      ids, negative_ids: int32 (1 or 2, B, T), for each text encoder.
       no_negative: bool (B,), whether the row has no negative prompt and the checkpoint wants zeros for it.
       seeds: uint32 (B, 2), the high and the low half of a seed.
       time_ids: float32 (B, 6), original size, crop and target size in pixels, each (height, width).
@@ -74,28 +75,35 @@ class Loop(NamedTuple):
 
 
 class Conditioning(NamedTuple):
-    """What the UNet is told beside latents and time: text (B, T, X), pooled (B, P), time_ids (B, 6)."""
+    """What the UNet is told beside latents and time: text (B, T, X), and in XL pooled (B, P), time_ids (B, 6)."""
 
     text: jax.Array
-    pooled: jax.Array
-    time_ids: jax.Array
+    pooled: jax.Array | None
+    time_ids: jax.Array | None
 
 
 class Networks(nnx.Module):
-    """The four networks of a checkpoint; the attributes are the names of their folders."""
+    """The networks of a checkpoint; the attributes are the names of their folders."""
 
     def __init__(self, configs: "Configs", rngs: nnx.Rngs, **dtypes):
         self.text_encoder = CLIPTextModel(configs.text_encoder, projection=False, rngs=rngs, **dtypes)
-        self.text_encoder_2 = CLIPTextModel(configs.text_encoder_2, projection=True, rngs=rngs, **dtypes)
+        self.text_encoder_2 = (
+            CLIPTextModel(configs.text_encoder_2, projection=True, rngs=rngs, **dtypes)
+            if configs.text_encoder_2
+            else None
+        )
         self.unet = UNet2DConditionModel(configs.unet, rngs=rngs, **dtypes)
         self.vae = AutoencoderKL(configs.vae, rngs=rngs, **dtypes)
 
 
 class Configs(NamedTuple):
-    """The parsed config.json files of a checkpoint, and the flag of its model_index.json that decides pixels."""
+    """The parsed config.json files of a checkpoint, and the flag of its model_index.json that decides pixels.
+
+    Without `text_encoder_2` it is Stable Diffusion 1 or 2, otherwise XL.
+    """
 
     text_encoder: TextConfig
-    text_encoder_2: TextConfig
+    text_encoder_2: TextConfig | None
     unet: UNetConfig
     vae: VAEConfig
     scheduler: SchedulerConfig
@@ -115,22 +123,34 @@ class Configs(NamedTuple):
         index = checkpoint.read_json(root / "model_index.json")
         path = root / "scheduler/scheduler_config.json"
         options = checkpoint.read_json(path)
+        xl = "XL" in str(index.get("_class_name"))
+        own = str(options.get("_class_name")).removeprefix("Flax")
+        if not xl and scheduler in (None, own):
+            # Early configs lack both or have them wrong, for which diffusers' pipeline makes up.
+            options = {**options, "steps_offset": 1, "clip_sample": False, "_use_default_values": None}
         return cls(
             config(TextConfig, "text_encoder/config.json"),
-            config(TextConfig, "text_encoder_2/config.json"),
+            config(TextConfig, "text_encoder_2/config.json") if xl else None,
             config(UNetConfig, "unet/config.json"),
             config(VAEConfig, "vae/config.json"),
-            samplers.read(scheduler or options.get("_class_name"), options, str(path), json.loads(scheduler_options)),
-            index.get("force_zeros_for_empty_prompt", True),
+            samplers.read(scheduler or own, options, str(path), json.loads(scheduler_options)),
+            xl and index.get("force_zeros_for_empty_prompt", True),
         )
 
+    @property
+    def networks(self) -> list[str]:
+        """The names of the networks that the checkpoint has."""
+        return [name for name in NETWORKS if getattr(self, name) is not None]
 
-def embed_prompts(networks: Networks, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Token ids (2, B, T) to the text (B, T, X) of both encoders side by side and the pooled (B, P) of the second.
 
-    SDXL reads the last but one layer of either encoder.
+def embed_prompts(networks: Networks, ids: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Token ids (1 or 2, B, T) to the text (B, T, X) and, in XL, the pooled (B, P) of the second encoder.
+
+    XL reads the last but one layer of both encoders, side by side; versions 1 and 2 the last of their one, normed.
     """
     states_1, _ = networks.text_encoder(ids[0])
+    if networks.text_encoder_2 is None:
+        return networks.text_encoder.text_model.final_layer_norm(states_1[-1]), None
     states_2, pooled = networks.text_encoder_2(ids[1])
     return jnp.concatenate([states_1[-2], states_2[-2]], axis=-1), pooled
 
@@ -142,6 +162,8 @@ def embed_guidance(networks: Networks, inputs: Inputs) -> Conditioning:
     """
     text, pooled = embed_prompts(networks, inputs.ids)
     negative_text, negative_pooled = embed_prompts(networks, inputs.negative_ids)
+    if pooled is None or negative_pooled is None:
+        return Conditioning(_interleave(negative_text, text), None, None)
     keep = ~inputs.no_negative
     return Conditioning(
         _interleave(negative_text * keep[:, None, None], text),
@@ -201,7 +223,11 @@ def predict(
 
 def decode(networks: Networks, latents: jax.Array) -> jax.Array:
     """Latents (B, h, w, 4) to float32 images (B, H, W, 3), [0, 1] where they are in range."""
-    images = networks.vae.decode(latents / networks.vae.config.scaling_factor)
+    config = networks.vae.config
+    latents = latents / config.scaling_factor
+    if config.latents_mean is not None:
+        latents = latents * jnp.array(config.latents_std) + jnp.array(config.latents_mean)
+    images = networks.vae.decode(latents)
     return images.astype(jnp.float32) / 2 + 0.5
 
 
@@ -233,9 +259,8 @@ class StableDiffusionXL:
         """
         configs = Configs.read(root, scheduler, scheduler_options)
         scale = configs.vae.scale
-        return Description(
-            "StableDiffusionXLPipeline", samplers.name_of(configs.scheduler), scale, configs.unet.sample_size * scale
-        )
+        family = "StableDiffusionXLPipeline" if configs.text_encoder_2 else "StableDiffusionPipeline"
+        return Description(family, samplers.name_of(configs.scheduler), scale, configs.unet.sample_size * scale)
 
     @classmethod
     def check(
@@ -246,8 +271,8 @@ class StableDiffusionXL:
         Raises:
           CheckpointError, ConfigError: as `load`.
         """
-        _, _, networks = _outline(root, jnp.float32, scheduler, scheduler_options)
-        for name in NETWORKS:
+        configs, _, networks = _outline(root, jnp.float32, scheduler, scheduler_options)
+        for name in configs.networks:
             checkpoint.check(getattr(networks, name), root / name, variant)
 
     @classmethod
@@ -267,7 +292,7 @@ class StableDiffusionXL:
           CheckpointError, ConfigError: it does not fit; the message names the file and what is wrong.
         """
         configs, tokenizers, networks = _outline(root, dtype, scheduler, scheduler_options)
-        for name in NETWORKS:
+        for name in configs.networks:
             checkpoint.fill(getattr(networks, name), root / name, sharding=sharding, variant=variant)
         return cls(configs, networks, tokenizers)
 
@@ -321,6 +346,7 @@ def _outline(
     tokenizers = [
         Tokenizer(root / folder, config.vocab_size, config.max_position_embeddings)
         for folder, config in (("tokenizer", configs.text_encoder), ("tokenizer_2", configs.text_encoder_2))
+        if config
     ]
     networks = nnx.eval_shape(lambda: Networks(configs, _one_key(), dtype=dtype, param_dtype=dtype))
     return configs, tokenizers, networks

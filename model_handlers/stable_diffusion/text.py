@@ -12,6 +12,8 @@ from flax import nnx
 
 from model_handlers.attention import Stack, attention
 from model_handlers.config import Config
+from model_handlers.stable_diffusion import original
+from model_handlers.tensors import Tensor
 
 ACTIVATIONS = {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
@@ -36,6 +38,7 @@ class TextConfig(Config):
     eos_token_id: int = 49407
 
     LEGACY_EOS_TOKEN_ID = 2
+    FIXED = {"use_attention_mask": False}  # noqa: RUF012
 
     def check(self) -> None:
         self.require("hidden_act", self.hidden_act in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")
@@ -110,9 +113,9 @@ class CLIPTextModel(nnx.Module):
 
     RENAMES = (
         # transformers before 4.31 saved the constant 0, 1, 2 ... with the weights.
-        (r"text_model\.embeddings\.position_ids$", None),
+        (r"^text_model\.embeddings\.position_ids$", None),
         # transformers 5 saves a CLIPTextModel without the name of its only child.
-        (r"(?=(embeddings|encoder|final_layer_norm)\.)", "text_model."),
+        (r"^(?=(embeddings|encoder|final_layer_norm)\.)", "text_model."),
     )
 
     def __init__(self, config: TextConfig, *, projection: bool, rngs: nnx.Rngs, **dtypes):
@@ -138,6 +141,10 @@ class CLIPTextModel(nnx.Module):
         if self.text_projection is not None:
             pooled = self.text_projection(pooled)
         return jnp.concatenate([embedded[None], layers]), pooled
+
+    def from_original(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those of a single file that are this network's, by diffusers' names; see `original`."""
+        return original.text_encoder(tensors, self.config.num_hidden_layers, self.text_projection is not None)
 
     def _end_of_text(self, ids: jax.Array) -> jax.Array:
         if self.config.eos_token_id == TextConfig.LEGACY_EOS_TOKEN_ID:

@@ -15,7 +15,9 @@ from flax import nnx
 
 from model_handlers.attention import Stack, attention
 from model_handlers.config import Config
+from model_handlers.stable_diffusion import original
 from model_handlers.stable_diffusion.blocks import Downsample, GroupNorm, NarrowConv, ResnetBlock, Upsample
+from model_handlers.tensors import Tensor
 
 TRANSFORMER_NORM_EPSILON = 1e-6  # diffusers' Transformer2DModel ignores norm_eps
 HAS_ATTENTION = {
@@ -332,6 +334,10 @@ class UNet2DConditionModel(nnx.Module):
         for up in self.up_blocks:
             x = up(x, skips, time, text)
         return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))
+
+    def from_original(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those of a single file that are this network's, by diffusers' names; see `original`."""
+        return original.unet(tensors, self.config.per_level("layers_per_block"))
 
 
 def _time_channels(config: UNetConfig) -> int:

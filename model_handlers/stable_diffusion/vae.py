@@ -12,7 +12,9 @@ from flax import nnx
 
 from model_handlers.attention import attention
 from model_handlers.config import Config
+from model_handlers.stable_diffusion import original
 from model_handlers.stable_diffusion.blocks import Downsample, GroupNorm, NarrowConv, ResnetBlock, Upsample
+from model_handlers.tensors import Tensor
 
 EPSILON = 1e-6  # of every norm in the VAE; the UNet's resnets have 1e-5
 
@@ -28,17 +30,25 @@ class VAEConfig(Config):
     latent_channels: int = 4
     norm_num_groups: int = 32
     scaling_factor: float = 0.18215
+    # By channel, of the latents that the VAE makes; some SDXL checkpoints centre theirs.
+    latents_mean: tuple[float, ...] | None = None
+    latents_std: tuple[float, ...] | None = None
     use_quant_conv: bool = True
     use_post_quant_conv: bool = True
     mid_block_add_attention: bool = True
     down_block_types: tuple[str, ...] = ()
     up_block_types: tuple[str, ...] = ()
 
-    FIXED = {"act_fn": "silu", "shift_factor": None, "latents_mean": None, "latents_std": None}  # noqa: RUF012
+    FIXED = {"act_fn": "silu", "shift_factor": None}  # noqa: RUF012
 
     def check(self) -> None:
         self.require("down_block_types", set(self.down_block_types) <= {"DownEncoderBlock2D"}, "DownEncoderBlock2D")
         self.require("up_block_types", set(self.up_block_types) <= {"UpDecoderBlock2D"}, "UpDecoderBlock2D")
+        both = self.latents_mean is not None and self.latents_std is not None
+        for name in ("latents_mean", "latents_std"):
+            value = getattr(self, name)
+            expected = "a number for each channel, together with the other of the two"
+            self.require(name, value is None or (both and len(value) == self.latent_channels), expected)
 
     @property
     def scale(self) -> int:
@@ -174,6 +184,10 @@ class AutoencoderKL(nnx.Module):
         self.post_quant_conv = (
             nnx.Conv(latents, latents, (1, 1), rngs=rngs, **dtypes) if config.use_post_quant_conv else None
         )
+
+    def from_original(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those of a single file that are this network's, by diffusers' names; see `original`."""
+        return original.vae(tensors, len(self.config.block_out_channels))
 
     def encode(self, images: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Images (B, H, W, 3) in [-1, 1] to the mean and log variance of their latents, each (B, h, w, Z)."""

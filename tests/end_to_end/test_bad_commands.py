@@ -132,7 +132,7 @@ BROKEN = {
     "with another tokenizer": (another_tokenizer, "but the text encoder's vocab_size is"),
     "of another family": (
         lambda folder: (folder / "model_index.json").write_text('{"_class_name": "FluxPipeline"}'),
-        "family 'FluxPipeline' is not supported, only StableDiffusionXLPipeline",
+        "family 'FluxPipeline' is not supported, only FlaxStableDiffusionPipeline",
     ),
     "that is no checkpoint": (
         lambda folder: (folder / "model_index.json").unlink(),

@@ -1,9 +1,11 @@
 """A checkpoint is read strictly, whatever its age, and is refused with one clear line."""
 
+import hashlib
 import json
 import pickle
 import re
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -298,6 +300,38 @@ def test_identity_changes_with_everything_that_decides_pixels(damage, root):
     before = checkpoint.identity(root)
     damage(root)
     assert checkpoint.identity(root) != before
+
+
+def test_a_file_of_weights_is_read_once_for_its_identity(root, monkeypatch, tmp_path):
+    monkeypatch.setenv("LIGHTMILL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(checkpoint, "SETTLED", -1.0)
+    read = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, kind: read.append(Path(file.name)) or digest(file, kind))
+    before = checkpoint.identity(root)
+    assert root / VAE in read
+    read.clear()
+    assert checkpoint.identity(root) == before
+    assert {path.suffix for path in read} == {".json", ".txt"}
+    flip(VAE, "quant_conv.bias")(root)
+    assert checkpoint.identity(root) != before
+    assert [path for path in read if path.suffix == ".safetensors"] == [root / VAE]
+
+
+def test_a_file_that_was_just_written_is_not_remembered(root, monkeypatch, tmp_path):
+    # Its times could stay the same over the next write.
+    monkeypatch.setenv("LIGHTMILL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(checkpoint, "SETTLED", 1e9)
+    assert checkpoint.identity(root)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_identity_needs_no_cache(root, monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoint, "SETTLED", -1.0)
+    before = checkpoint.identity(root)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LIGHTMILL_CACHE", str(tmp_path / "file/cache"))
+    assert checkpoint.identity(root) == before
 
 
 def test_identity_of_an_incomplete_checkpoint_is_one_clear_line(root):

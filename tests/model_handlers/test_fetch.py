@@ -114,6 +114,39 @@ def test_a_bucket_without_a_checkpoint_is_one_clear_line(bucket):
         fetch.checkpoint_folder("gs://no-such-bucket-here/a")
 
 
+def test_a_single_file_in_a_bucket_is_downloaded_once_and_no_weights_of_its_config(bucket, tiny_checkpoint, downloads):
+    upload(bucket, tiny_checkpoint, "configs/")
+    bucket.blob("sdxl.safetensors").upload_from_string(b"weights")
+    source, config = f"gs://{bucket.name}/sdxl.safetensors", f"gs://{bucket.name}/configs"
+    root = fetch.checkpoint_folder(source, config=config)
+    assert (root / checkpoint.SINGLE_FILE).read_bytes() == b"weights"
+    assert (root / "vae/config.json").read_text() == (tiny_checkpoint / "vae/config.json").read_text()
+    assert [name for name in downloads if name.endswith(".safetensors")] == ["sdxl.safetensors"]
+    first = sorted(downloads)
+    assert fetch.checkpoint_folder(source, config=config) == root
+    assert sorted(downloads) == first
+    with pytest.raises(CheckpointError, match=rf"^gs://{bucket.name}/no\.safetensors: no such object$"):
+        fetch.checkpoint_folder(f"gs://{bucket.name}/no.safetensors", config=config)
+
+
+def test_a_single_file_on_the_hub_is_asked_for_by_its_name(tiny_checkpoint, monkeypatch, tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(b"weights")
+    asked = []
+    monkeypatch.setattr(fetch, "hf_hub_download", lambda *names: asked.append(names) or str(tmp_path / "a.safetensors"))
+    root = fetch.checkpoint_folder("org/name/unpruned/a.safetensors", config=str(tiny_checkpoint))
+    assert asked == [("org/name", "unpruned/a.safetensors")]
+    assert (root / checkpoint.SINGLE_FILE).read_bytes() == b"weights"
+
+
+def test_flax_weights_are_downloaded_only_where_there_are_no_others(bucket, tiny_checkpoint, downloads):
+    upload(bucket, tiny_checkpoint, "")
+    bucket.blob("vae/diffusion_pytorch_model.safetensors").delete()
+    for name in ("vae/diffusion_flax_model.msgpack", "unet/diffusion_flax_model.msgpack"):
+        bucket.blob(name).upload_from_string(b"weights")
+    fetch.checkpoint_folder(f"gs://{bucket.name}")
+    assert [name for name in downloads if name.endswith(".msgpack")] == ["vae/diffusion_flax_model.msgpack"]
+
+
 @pytest.mark.parametrize("source", ["/nowhere", "./nowhere", "nowhere", "tests/nowhere", "a/b/c", "s3://bucket/a"])
 def test_a_wrong_address_is_one_clear_line(source):
     with pytest.raises(CheckpointError, match=rf"^{re.escape(source)}: no such folder; --checkpoint takes[^\n]*$"):
@@ -140,5 +173,5 @@ def test_a_hub_that_does_not_answer_is_one_clear_line(monkeypatch):
         raise LocalEntryNotFoundError("cannot reach the hub\nmore about it")
 
     monkeypatch.setattr(fetch, "snapshot_download", snapshot_download)
-    with pytest.raises(CheckpointError, match=r"^org/name: no such folder, and the hub .*\(cannot reach the hub\)$"):
+    with pytest.raises(CheckpointError, match=r"^org/name: not here, and the hub .*\(cannot reach the hub\)$"):
         fetch.checkpoint_folder("org/name")

@@ -43,11 +43,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint, by the arguments of the reference's classes, and pictures of one size to make with it."""
+    """A checkpoint, by the arguments of the reference's classes, and pictures of one size to make with it.
+
+    Without a second text encoder it is Stable Diffusion 1 or 2, else XL.
+    """
 
     name: str
     text_encoder: Settings
-    text_encoder_2: Settings
+    text_encoder_2: Settings | None
     unet: Settings
     vae: Settings
     scheduler: Settings
@@ -68,7 +71,7 @@ class Case:
         shapes = {
             "step_latents": (2, 4, height, width),
             "step_text": (2, 77, self.unet["cross_attention_dim"]),
-            "step_pooled": (2, self.text_encoder_2["projection_dim"]),
+            "step_pooled": (2, self.text_encoder_2["projection_dim"] if self.text_encoder_2 else 0),
             "images": (1, 3, self.height, self.width),
             "latents": (1, 4, height, width),
             "noise": (len(self.pictures), 4, height, width),  # what sampling starts from, before init_noise_sigma
@@ -145,6 +148,12 @@ def unet(widths: list[int], attention: list[bool], text_width: int, pooled_width
     }
 
 
+def plain_unet(widths: list[int], attention: list[bool], text_width: int, **settings: Any) -> Settings:
+    """As `unet`, but told nothing beside text and time, as in Stable Diffusion 1 and 2."""
+    xl = unet(widths, attention, text_width, pooled_width=0, **settings)
+    return {name: value for name, value in xl.items() if not name.startswith(("addition_", "projection_class"))}
+
+
 def vae(widths: list[int], **settings: Any) -> Settings:
     return {
         "block_out_channels": widths,
@@ -177,6 +186,13 @@ PICTURES = (
     Picture("a purple star", "a black square", 1.0, crops_coords_top_left=(16, 32), target_size=(768, 512)),
     Picture(LONG_PROMPT, "a zebra, naïve", 7.5, num_inference_steps=13),  # words that are no tokens of their own
     Picture("", None, 3.0, num_inference_steps=2),
+)
+# Without sizes, of which Stable Diffusion 1 and 2 know nothing.
+PICTURES_OF_TEXT = (
+    Picture("a red circle left of a blue square on a white background", None, 5.0),
+    Picture("a yellow triangle above a green circle", "a black square", 7.5),
+    Picture(LONG_PROMPT, "a zebra, naïve", 7.5, num_inference_steps=13),
+    Picture("", None, 1.0, num_inference_steps=2),
 )
 
 CASES = (
@@ -268,8 +284,96 @@ CASES = (
         width=40,  # latents of 12 x 20 are 6 x 10, 3 x 5 and 2 x 3 on the lower levels
         pictures=PICTURES,
     ),
+    Case(
+        "centred_latents",  # an SDXL whose VAE says where its latents lie
+        text_encoder(32, 2, 2, "quick_gelu", END_OF_TEXT, 32),
+        text_encoder(32, 2, 2, "gelu", END_OF_TEXT, 16),
+        unet(
+            [32, 64],
+            [False, True],
+            text_width=64,
+            pooled_width=16,
+            attention_head_dim=[2, 4],
+            layers_per_block=1,
+            norm_num_groups=32,
+            use_linear_projection=True,
+        ),
+        vae(
+            [16, 32],
+            layers_per_block=1,
+            norm_num_groups=8,
+            scaling_factor=0.5,
+            latents_mean=[-1.5, 0.25, 0.5, 2.0],
+            latents_std=[2.0, 0.5, 3.0, 1.5],
+        ),
+        scheduler(),
+        force_zeros_for_empty_prompt=True,
+        height=16,
+        width=24,
+        pictures=PICTURES[:3],
+    ),
+    Case(
+        "as_sd_1",
+        text_encoder(32, 3, 4, "quick_gelu", LEGACY_END_OF_TEXT, 32),
+        None,
+        plain_unet(
+            [32, 64, 64],
+            [True, True, False],
+            text_width=32,
+            attention_head_dim=8,  # heads of every level, whatever it is called
+            layers_per_block=2,
+            norm_num_groups=32,
+        ),
+        vae([16, 32, 32], layers_per_block=2, norm_num_groups=16, scaling_factor=0.18215),
+        scheduler(steps_offset=0),  # which diffusers, and so the checkpoint that it saves, corrects to 1
+        force_zeros_for_empty_prompt=False,
+        height=48,
+        width=32,
+        pictures=PICTURES_OF_TEXT,
+    ),
+    Case(
+        "as_sd_2_base",
+        text_encoder(64, 2, 4, "gelu", LEGACY_END_OF_TEXT, 48),
+        None,
+        plain_unet(
+            [32, 64, 128],
+            [True, True, False],
+            text_width=64,
+            attention_head_dim=[1, 2, 4],
+            layers_per_block=1,
+            norm_num_groups=32,
+            use_linear_projection=True,
+        ),
+        vae([32, 32], layers_per_block=1, norm_num_groups=32, scaling_factor=0.18215),
+        scheduler(),
+        force_zeros_for_empty_prompt=False,
+        height=24,
+        width=24,
+        pictures=PICTURES_OF_TEXT,
+    ),
+    Case(
+        "as_sd_2_1",
+        text_encoder(32, 2, 2, "gelu", END_OF_TEXT, 32),
+        None,
+        plain_unet(
+            [32, 32, 64],
+            [True, True, False],
+            text_width=32,
+            attention_head_dim=[2, 2, 4],
+            layers_per_block=1,
+            norm_num_groups=16,
+            use_linear_projection=True,
+        ),
+        vae([16, 32], layers_per_block=1, norm_num_groups=8, scaling_factor=0.18215),
+        scheduler(prediction_type="v_prediction", timestep_spacing="trailing"),
+        force_zeros_for_empty_prompt=False,
+        height=24,
+        width=16,
+        pictures=PICTURES_OF_TEXT,
+    ),
 )
-GOLDEN = ("uneven_depth", "odd_sides")  # the cases of which reference outputs are committed
+SINGLE_FILES = {"as_sdxl": "sdxl", "as_sd_1": "sd_1", "as_sd_2_base": "sd_2"}  # also written in the original layout
+GOLDEN = ("uneven_depth", "odd_sides", "as_sd_1")  # the cases of which reference outputs are committed
 
 # Published config.json files of stabilityai/stable-diffusion-xl-base-1.0, as far as parameters depend on them.
 SDXL_BASE = {
@@ -348,6 +452,46 @@ SDXL_BASE = {
         "force_upcast": True,
     },
 }
+# Of the releases before, what differs: runwayml/stable-diffusion-v1-5 and stabilityai/stable-diffusion-2-1.
+SD_1 = {
+    "text_encoder": SDXL_BASE["text_encoder"],
+    "unet": {
+        **{
+            name: value
+            for name, value in SDXL_BASE["unet"].items()
+            if not name.startswith(("addition_", "projection_"))
+        },
+        "sample_size": 64,
+        "down_block_types": [*["CrossAttnDownBlock2D"] * 3, "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", *["CrossAttnUpBlock2D"] * 3],
+        "block_out_channels": [320, 640, 1280, 1280],
+        "cross_attention_dim": 768,
+        "transformer_layers_per_block": 1,
+        "attention_head_dim": 8,
+        "use_linear_projection": False,
+    },
+    "vae": {**SDXL_BASE["vae"], "sample_size": 512, "scaling_factor": 0.18215},
+}
+SD_2 = {
+    "text_encoder": {
+        **SDXL_BASE["text_encoder"],
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 23,
+        "num_attention_heads": 16,
+        "hidden_act": "gelu",
+        "projection_dim": 512,
+    },
+    "unet": {
+        **SD_1["unet"],
+        "sample_size": 96,
+        "cross_attention_dim": 1024,
+        "attention_head_dim": [5, 10, 20, 20],
+        "use_linear_projection": True,
+    },
+    "vae": {**SD_1["vae"], "sample_size": 768},
+}
+RELEASES = {"sdxl": SDXL_BASE, "sd_1": SD_1, "sd_2": SD_2}
 
 
 def embedded() -> Case:

@@ -34,8 +34,13 @@ SHARE_ROUNDED_APART = 0.005
 SAMPLER_LIMITS = {"timesteps": 4e-5, "one step": 2e-5, "loop": 1e-4}
 
 
+def compared(case: Case) -> list[str]:
+    """Those of LIMITS that the case has; only XL pools its text."""
+    return [what for what in LIMITS if case.text_encoder_2 or "pooled" not in what]
+
+
 def outputs(root: Path, case: Case) -> dict[str, np.ndarray]:
-    """Everything in LIMITS, channels last."""
+    """Everything in `compared`, channels last."""
     model = StableDiffusionXL.load(root, scheduler="EulerDiscreteScheduler", dtype="float32")
     given = {name: value.transpose(0, 2, 3, 1) if value.ndim == 4 else value for name, value in case.inputs.items()}
     return _networks(model, given) | _pictures(model, case, given["noise"])
@@ -85,10 +90,12 @@ _advance = jax.jit(samplers.advance)
 
 
 def _networks(model: StableDiffusionXL, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    names = ["latents", "timesteps", "text"]
+    if model.networks.text_encoder_2 is not None:
+        names += ["pooled", "time_ids"]
+
     def run(networks, given):
-        step = networks.unet(
-            *(given[f"step_{name}"] for name in ("latents", "timesteps", "text", "pooled", "time_ids"))
-        )
+        step = networks.unet(*(given[f"step_{name}"] for name in names))
         mean, log_variance = networks.vae.encode(given["images"])
         decoded = networks.vae.decode(given["latents"])
         return {"step": step, "mean": mean, "log_variance": log_variance, "decoded": decoded}
@@ -105,12 +112,9 @@ def _pictures(model: StableDiffusionXL, case: Case, noise: np.ndarray) -> dict[s
 
         def embed_guidance(networks, inputs):
             conditioning = original_embed_guidance(networks, inputs)
-            kept.update(
-                text=conditioning.text[1::2],
-                negative_text=conditioning.text[0::2],
-                pooled=conditioning.pooled[1::2],
-                negative_pooled=conditioning.pooled[0::2],
-            )
+            kept.update(text=conditioning.text[1::2], negative_text=conditioning.text[0::2])
+            if conditioning.pooled is not None:
+                kept.update(pooled=conditioning.pooled[1::2], negative_pooled=conditioning.pooled[0::2])
             return conditioning
 
         def decode(networks, latents):

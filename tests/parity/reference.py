@@ -4,7 +4,7 @@
     python -m tests.parity.reference --golden tests/parity                golden.npz and real_width.json in there
 
 OUT/<case> is a checkpoint saved by `save_pretrained`, OUT/<case>.npz what diffusers makes of it. Arrays are channels
-last, as ours are.
+last, as ours are. OUT/<case>.safetensors is the same checkpoint as a single file in the original layout.
 """
 
 import argparse
@@ -20,12 +20,20 @@ import diffusers
 import numpy as np
 import torch
 import transformers
-from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    DiffusionPipeline,
+    EulerDiscreteScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
 from diffusers.image_processor import VaeImageProcessor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from benchmarks.scenes.scenes import VOCABULARY
 from benchmarks.scenes.tokenizer import write_tokenizers
+from tests import layouts
 from tests.parity import cases, sampling
 from tests.parity.cases import Case, Picture
 from tests.parity.sampling import Sampling, Trajectory
@@ -38,9 +46,11 @@ NETWORKS = {
 }
 
 
-def build(case: Case) -> StableDiffusionXLPipeline:
+def build(case: Case) -> DiffusionPipeline:
     networks = {}
     for name, make in NETWORKS.items():
+        if getattr(case, name) is None:
+            continue
         network = make(getattr(case, name)).eval()
         state = network.state_dict()
         weights = {key: torch.from_numpy(cases.weight(name, key, tuple(state[key].shape))) for key in state}
@@ -49,19 +59,30 @@ def build(case: Case) -> StableDiffusionXLPipeline:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizers(Path(folder), VOCABULARY)
         tokenizers = {name: CLIPTokenizer.from_pretrained(f"{folder}/{name}") for name in ("tokenizer", "tokenizer_2")}
-    pipeline = StableDiffusionXLPipeline(
-        **networks,
-        **tokenizers,
-        scheduler=EulerDiscreteScheduler(**case.scheduler),
-        force_zeros_for_empty_prompt=case.force_zeros_for_empty_prompt,
-        add_watermarker=False,
-    )
+    scheduler = EulerDiscreteScheduler(**case.scheduler)
+    if case.text_encoder_2:
+        pipeline = StableDiffusionXLPipeline(
+            **networks,
+            **tokenizers,
+            scheduler=scheduler,
+            force_zeros_for_empty_prompt=case.force_zeros_for_empty_prompt,
+            add_watermarker=False,
+        )
+    else:
+        pipeline = StableDiffusionPipeline(
+            **networks,
+            tokenizer=tokenizers["tokenizer"],
+            scheduler=scheduler,
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 @torch.no_grad()
-def outputs(pipeline: StableDiffusionXLPipeline, case: Case) -> dict[str, np.ndarray]:
+def outputs(pipeline: DiffusionPipeline, case: Case) -> dict[str, np.ndarray]:
     given = {name: torch.from_numpy(value) for name, value in case.inputs.items()}
     results: dict[str, list] = {}
 
@@ -75,15 +96,15 @@ def outputs(pipeline: StableDiffusionXLPipeline, case: Case) -> dict[str, np.nda
             given["step_latents"],
             given["step_timesteps"],
             given["step_text"],
-            added_cond_kwargs={"text_embeds": given["step_pooled"], "time_ids": given["step_time_ids"]},
+            added_cond_kwargs={"text_embeds": given["step_pooled"], "time_ids": given["step_time_ids"]}
+            if case.text_encoder_2
+            else None,
         ).sample
     )
     encoded = pipeline.vae.encode(given["images"]).latent_dist
     keep(mean=encoded.mean, log_variance=encoded.logvar, decoded=pipeline.vae.decode(given["latents"]).sample)
     for picture, noise in zip(case.pictures, given["noise"], strict=True):
-        names = ("text", "negative_text", "pooled", "negative_pooled")
-        embedded = pipeline.encode_prompt(picture.prompt, negative_prompt=picture.negative_prompt)
-        keep(**dict(zip(names, embedded, strict=True)))
+        keep(**embed(pipeline, case, picture))
         image = draw(pipeline, case, picture, noise)
         keep(image=torch.from_numpy(image.transpose(0, 3, 1, 2)))
         rounded = np.asarray(VaeImageProcessor.numpy_to_pil(image)[0])
@@ -91,7 +112,18 @@ def outputs(pipeline: StableDiffusionXLPipeline, case: Case) -> dict[str, np.nda
     return {name: np.stack(values) for name, values in results.items()}
 
 
-def draw(pipeline: StableDiffusionXLPipeline, case: Case, picture: Picture, noise: torch.Tensor) -> np.ndarray:
+def embed(pipeline: DiffusionPipeline, case: Case, picture: Picture) -> dict[str, torch.Tensor]:
+    if case.text_encoder_2:
+        names = ("text", "negative_text", "pooled", "negative_pooled")
+        embedded = pipeline.encode_prompt(picture.prompt, negative_prompt=picture.negative_prompt)
+    else:
+        names = ("text", "negative_text")
+        embedded = pipeline.encode_prompt(picture.prompt, "cpu", 1, True, picture.negative_prompt)
+    return dict(zip(names, embedded, strict=True))
+
+
+def draw(pipeline: DiffusionPipeline, case: Case, picture: Picture, noise: torch.Tensor) -> np.ndarray:
+    sizes = ("original_size", "crops_coords_top_left", "target_size") if case.text_encoder_2 else ()
     return pipeline(
         picture.prompt,
         height=case.height,
@@ -100,11 +132,19 @@ def draw(pipeline: StableDiffusionXLPipeline, case: Case, picture: Picture, nois
         guidance_scale=picture.guidance_scale,
         negative_prompt=picture.negative_prompt,
         latents=noise[None],
-        original_size=picture.original_size,
-        crops_coords_top_left=picture.crops_coords_top_left,
-        target_size=picture.target_size,
+        **{name: getattr(picture, name) for name in sizes},
         output_type="np",
     ).images
+
+
+def write_single_file(pipeline: DiffusionPipeline, case: Case, folder: Path) -> None:
+    """Writes `folder` as a single file and makes sure that diffusers reads the same weights from it."""
+    path = folder.with_suffix(".safetensors")
+    layouts.write_single_file(folder, path, cases.SINGLE_FILES[case.name], case.unet["layers_per_block"])
+    again = type(pipeline).from_single_file(path, config=str(folder), local_files_only=True)
+    for name in NETWORKS:
+        if (network := getattr(pipeline, name, None)) is not None:
+            torch.testing.assert_close(getattr(again, name).state_dict(), network.state_dict(), rtol=0, atol=0)
 
 
 def sample(how: Sampling, count: int) -> Trajectory:
@@ -136,19 +176,20 @@ def samples() -> dict[str, np.ndarray]:
 
 
 def real_width() -> dict[str, dict]:
-    """Parameters and tensor names of SDXL base, from networks that never get memory."""
-    found = {}
-    for name, settings in cases.SDXL_BASE.items():
-        with torch.device("meta"):
-            network = NETWORKS[name](settings)
-        shapes = {_published(name, key): tuple(tensor.shape) for key, tensor in network.state_dict().items()}
-        count = sum(parameter.numel() for parameter in network.parameters())
-        found[name] = {"parameters": count, "tensors": len(shapes), "digest": cases.digest(shapes)}
+    """Parameters and tensor names of the real releases, from networks that never get memory."""
+    found: dict[str, dict] = {release: {} for release in cases.RELEASES}
+    for release, networks in cases.RELEASES.items():
+        for name, settings in networks.items():
+            with torch.device("meta"):
+                network = NETWORKS[name](settings)
+            shapes = {_published(name, key): tuple(tensor.shape) for key, tensor in network.state_dict().items()}
+            count = sum(parameter.numel() for parameter in network.parameters())
+            found[release][name] = {"parameters": count, "tensors": len(shapes), "digest": cases.digest(shapes)}
     return found
 
 
 def _published(network: str, key: str) -> str:
-    """SDXL base was saved by transformers 4, whose text encoders name their only child."""
+    """The releases were saved by transformers 4, whose text encoders name their only child."""
     if network == "text_encoder" and not key.startswith("text_model."):
         return f"text_model.{key}"
     return key
@@ -169,6 +210,8 @@ def main() -> None:
             pipeline = build(case)
             pipeline.save_pretrained(arguments.output / case.name)
             np.savez(arguments.output / f"{case.name}.npz", **outputs(pipeline, case))
+            if case.name in cases.SINGLE_FILES:
+                write_single_file(pipeline, case, arguments.output / case.name)
         unchanged = StableDiffusionXLPipeline.from_pretrained(cases.EMBEDDED, torch_dtype=torch.float32)
         unchanged.set_progress_bar_config(disable=True)
         np.savez(arguments.output / "embedded.npz", **outputs(unchanged, cases.embedded()))

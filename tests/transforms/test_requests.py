@@ -41,6 +41,16 @@ def test_what_a_record_leaves_open_is_the_recipes():
     assert expand(record(negative_prompt=""), recipe)[0].negative_prompt == ""
 
 
+@pytest.mark.parametrize("name", ["original_size", "crops_coords_top_left", "target_size"])
+def test_sizes_are_not_passed_over_by_a_model_that_knows_none(name):
+    recipe = dataclasses.replace(RECIPE, family="StableDiffusionPipeline")
+    with pytest.raises(
+        RecordError, match=f"^{name} is a setting of SDXL, which StableDiffusionPipeline does not have$"
+    ):
+        expand(record(**{name: (64, 64)}), recipe)
+    assert expand(record(), recipe)
+
+
 def test_image_i_of_a_seeded_record_has_seed_plus_i_and_is_the_picture_of_that_seed_alone():
     images = expand(record(seed=40, num_images_per_prompt=4), RECIPE)
     assert [image.seed for image in images] == [40, 41, 42, 43]
