@@ -10,7 +10,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,12 @@ def cache_folder() -> Path:
 
 
 def fill(
-    net: nnx.Module, folder: Path, *, sharding: jax.sharding.Sharding | None = None, variant: str | None = None
+    net: nnx.Module,
+    folder: Path,
+    *,
+    sharding: jax.sharding.Sharding | None = None,
+    variant: str | None = None,
+    change: Callable[[str, np.ndarray], np.ndarray] = lambda name, value: value,
 ) -> None:
     """Reads the weights of an abstract network, without ever holding them twice.
 
@@ -108,6 +113,7 @@ def fill(
       folder: the network's folder in the checkpoint.
       sharding: where each weight goes; None is the default device.
       variant: such as "fp16", for the files of that infix; None prefers the files without one.
+      change: what becomes of a tensor, given its name, in torch's layout; of any float type.
 
     Raises:
       CheckpointError: naming together the missing, unused and misshapen tensors, or what is wrong with a file.
@@ -115,9 +121,9 @@ def fill(
     slots, tensors, stored = _match(net, folder, variant)
     for slot in slots:
         # One copy of one parameter is all that the host ever holds beside the mapped file.
-        parts = [slot.to_flax(tensors[stored[name]].read()) for name in slot.names]
-        value = np.stack(parts) if slot.stacked else parts[0]
-        slot.parameter.set_value(jax.device_put(value.astype(slot.parameter.dtype, copy=False), sharding))
+        parts = [slot.to_flax(change(name, tensors[stored[name]].read())) for name in slot.names]
+        parts = [part.astype(slot.parameter.dtype, copy=False) for part in parts]
+        slot.parameter.set_value(jax.device_put(np.stack(parts) if slot.stacked else parts[0], sharding))
 
 
 def check(net: nnx.Module, folder: Path, variant: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Brings a checkpoint to this machine's disk: from a folder or a file, local, on gs:// or on the Hugging Face hub."""
+"""Brings checkpoints to this machine's disk: from folders or files, local, on gs:// or on the Hugging Face hub."""
 
 import contextlib
 import hashlib
@@ -50,6 +50,22 @@ def checkpoint_folder(source: str, variant: str | None = None, config: str | Non
     if config is not None:
         raise CheckpointError(f"--config {config}: only for a single file, and {source} is none")
     return _folder(source, variant)
+
+
+def lora_file(source: str) -> Path:
+    """A LoRA file, cached as checkpoints are; local, gs:// or ORG/NAME/FILE.safetensors.
+
+    Raises:
+      CheckpointError: there is no such file, it cannot be reached, or it is a pickle.
+    """
+    if source.endswith(PICKLES):
+        raise CheckpointError(
+            f"{source}: a pickle can run code, so it is not read; convert it in a place you trust: "
+            "safetensors.torch.save_file(torch.load(FILE, weights_only=True), NAME)"
+        )
+    if not source.endswith(".safetensors"):
+        raise CheckpointError(f"{source}: --lora takes FILE.safetensors or FILE.safetensors:WEIGHT")
+    return _single_file(source)
 
 
 def _with_configs(source: str, config: str | None) -> Path:

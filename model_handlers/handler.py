@@ -19,6 +19,7 @@ from apache_beam.ml.inference.base import ModelHandler, PredictionResult
 
 from model_handlers import checkpoint, fetch, mesh
 from model_handlers.families import family_of
+from model_handlers.lora import Adapter
 from model_handlers.program import CompileError, Programs
 from model_handlers.recipe import ImageRequest, ImageResult, Shard
 
@@ -45,6 +46,7 @@ class ModelSpec:
       variant: infix of the weight files, such as "fp16".
       device: "tpu", "gpu" or "cpu", which must then be there; None takes the best that JAX finds.
       jax_cache_dir: folder or gs:// folder of JAX's persistent compilation cache.
+      adapters: LoRA files to merge into it.
     """
 
     checkpoint: str
@@ -57,6 +59,7 @@ class ModelSpec:
     jax_cache_dir: str | None = None
     scheduler_options: str = "{}"
     config: str | None = None
+    adapters: tuple[Adapter, ...] = ()
 
 
 class LoadedModel:
@@ -134,6 +137,7 @@ def load_programs(spec: ModelSpec) -> Programs:
         dtype=spec.dtype,
         sharding=mesh.sharding(devices_mesh),
         variant=spec.variant,
+        adapters=spec.adapters,
     )
     return Programs(model, devices_mesh, spec.per_device_batch_size)
 

@@ -33,6 +33,7 @@ class Recipe:
       per_device_batch_size: rows of the compiled program on one chip. A row's last bits depend on this shape
         (never on its neighbours), so it belongs to the recipe; the number of chips does not.
       size_multiple: width and height are multiples of it, in pixels (the VAE's down-sampling factor).
+      lora: the LoRA files merged into the checkpoint, in their order, as JSON: [[sha256, weight], ...].
       seed: seed of the run, from which the seeds of records that have none are derived.
       width, height: default size in pixels.
       num_inference_steps, guidance_scale, negative_prompt, num_images_per_prompt: defaults for records.
@@ -52,11 +53,13 @@ class Recipe:
     negative_prompt: str | None = None
     num_images_per_prompt: int = 1
     scheduler_options: str = "{}"
+    lora: str = "[]"
 
     def of_model(self) -> dict[str, str | int]:
         """The part that decides pixels for every record alike; a record's own fields decide the rest."""
         names = ("checkpoint", "family", "scheduler", "scheduler_options", "dtype", "per_device_batch_size")
-        return {name: getattr(self, name) for name in names}
+        # Without LoRA as before there was any, so that the digests of such pictures stay what they are.
+        return {name: getattr(self, name) for name in (*names, *(["lora"] if self.lora != Recipe.lora else []))}
 
 
 @dataclass(frozen=True)

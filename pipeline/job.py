@@ -1,5 +1,6 @@
 """One run of `generate`: check everything that can be checked, build the graph, watch it, account for it."""
 
+import json
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from model_handlers.checkpoint import CheckpointError
 from model_handlers.config import ConfigError
 from model_handlers.families import family_of
 from model_handlers.handler import DiffusionModelHandler, ModelSpec
+from model_handlers.lora import Adapter
 from model_handlers.recipe import Recipe
 from pipeline import report, unchanged
 from pipeline.generate import build, prepare
@@ -98,7 +100,8 @@ def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Re
     family = family_of(root)
     sampling = settle_sampling(options)
     description = family.describe(root, sampling.scheduler, sampling.scheduler_options)
-    family.check(root, options.variant, sampling.scheduler, sampling.scheduler_options)
+    adapters = tuple(Adapter.find(source, weight, options.allow_partial_lora) for source, weight in options.lora)
+    family.check(root, options.variant, sampling.scheduler, sampling.scheduler_options, adapters)
     width, height = options.width or description.side, options.height or description.side
     for name, value in (("width", width), ("height", height)):
         if value % description.size_multiple:
@@ -121,6 +124,7 @@ def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Re
         negative_prompt=options.negative_prompt,
         num_images_per_prompt=options.num_images_per_prompt,
         scheduler_options=sampling.scheduler_options,
+        lora=json.dumps([[adapter.sha256, adapter.weight] for adapter in adapters]),
     )
     spec = ModelSpec(
         checkpoint=options.checkpoint,
@@ -133,6 +137,7 @@ def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Re
         config=options.config,
         device=options.device,
         jax_cache_dir=options.jax_cache_dir,
+        adapters=adapters,
     )
     return spec, recipe
 

@@ -49,6 +49,8 @@ class GenerateOptions:
     checkpoint: str
     config: str | None
     variant: str | None
+    lora: Sequence[tuple[str, float]]
+    allow_partial_lora: bool
     scheduler: str | None
     scheduler_options: Sequence[str]
     preset: str | None
@@ -112,6 +114,19 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="DIR", help="of a single file: folder or hub id that its configs and tokenizers come from"
     )
     model.add_argument("--variant", metavar="NAME", help="of the weight files, such as fp16")
+    model.add_argument(
+        "--lora",
+        nargs="+",
+        action="extend",
+        default=[],
+        type=_lora,
+        metavar="FILE[:WEIGHT]",
+        help="merged into the checkpoint, each times its weight (default 1): .safetensors, a file, gs://... or on the "
+        "hub, OWNER/NAME/FILE",
+    )
+    model.add_argument(
+        "--allow_partial_lora", action="store_true", help="leave out what of them fits nothing (default: refuse)"
+    )
     model.add_argument("--scheduler", metavar="CLASS", help="diffusers' name of a sampler (default: the checkpoint's)")
     model.add_argument(
         "--scheduler_options",
@@ -193,6 +208,19 @@ def beam_options(arguments: Sequence[str], own_flags: Sequence[str]) -> Pipeline
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UsageError(f"{flag} is neither a flag of lightmill nor of Apache Beam{hint}")
     return PipelineOptions(list(arguments))
+
+
+def _lora(text: str) -> tuple[str, float]:
+    source, colon, weight = text.rpartition(":")
+    if not colon or "/" in weight:  # the colon of gs:// or of a folder's name
+        return text, 1.0
+    try:
+        number = float(weight)
+    except ValueError:
+        number = math.nan
+    if not source or not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not FILE:WEIGHT, as {weight!r} is not a finite number")
+    return source, number
 
 
 def _positive(text: str) -> int:

@@ -104,7 +104,10 @@ def read_recipe(output: str) -> tuple[Recipe, OutputFormat]:
 
 
 def _content(recipe: Recipe, output_format: OutputFormat) -> dict[str, Any]:
-    return {"recipe": dataclasses.asdict(recipe), "output": dataclasses.asdict(output_format)}
+    values = dataclasses.asdict(recipe)
+    if recipe.lora == Recipe.lora:  # as in an output from before there was LoRA, which is still of this recipe
+        del values["lora"]
+    return {"recipe": values, "output": dataclasses.asdict(output_format)}
 
 
 def _changes(output: str, ours: dict[str, Any]) -> list[str] | None:
@@ -113,10 +116,10 @@ def _changes(output: str, ours: dict[str, Any]) -> list[str] | None:
         return None
     theirs = _load(output)
     return [
-        f"{name} was {theirs[part].get(name)!r} and is {value!r}"
+        f"{name} was {theirs[part].get(name)!r} and is {values.get(name)!r}"
         for part, values in ours.items()
-        for name, value in values.items()
-        if theirs[part].get(name) != value
+        for name in {**values, **theirs[part]}
+        if theirs[part].get(name) != values.get(name)
     ]
 
 

@@ -8,6 +8,7 @@ UNet, K slots of a sampler.
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from model_handlers import checkpoint, samplers
+from model_handlers import checkpoint, lora, samplers
 from model_handlers.checkpoint import Description
 from model_handlers.config import ConfigError
+from model_handlers.lora import Adapter, Targets
 from model_handlers.recipe import ImageRequest
 from model_handlers.samplers import SchedulerConfig, Steps, Tables
+from model_handlers.stable_diffusion import original
 from model_handlers.stable_diffusion.text import CLIPTextModel, TextConfig
 from model_handlers.stable_diffusion.tokens import Tokenizer, Tokens
 from model_handlers.stable_diffusion.unet import UNet2DConditionModel, UNetConfig
@@ -264,9 +267,14 @@ class StableDiffusionXL:
 
     @classmethod
     def check(
-        cls, root: Path, variant: str | None = None, scheduler: str | None = None, scheduler_options: str = "{}"
+        cls,
+        root: Path,
+        variant: str | None = None,
+        scheduler: str | None = None,
+        scheduler_options: str = "{}",
+        adapters: Sequence[Adapter] = (),
     ) -> None:
-        """Makes sure that tokenizers and the names and shapes of all weights fit, without reading the weights.
+        """Makes sure that tokenizers, names and shapes of all weights, and LoRA files fit; does not read the weights.
 
         Raises:
           CheckpointError, ConfigError: as `load`.
@@ -274,6 +282,8 @@ class StableDiffusionXL:
         configs, _, networks = _outline(root, jnp.float32, scheduler, scheduler_options)
         for name in configs.networks:
             checkpoint.check(getattr(networks, name), root / name, variant)
+        if adapters:
+            lora.check(adapters, _lora_targets(configs, networks))
 
     @classmethod
     def load(
@@ -285,15 +295,18 @@ class StableDiffusionXL:
         dtype: jax.typing.DTypeLike,
         sharding: jax.sharding.Sharding | None = None,
         variant: str | None = None,
+        adapters: Sequence[Adapter] = (),
     ) -> "StableDiffusionXL":
-        """Reads a checkpoint folder onto the devices.
+        """Reads a checkpoint folder onto the devices, with the LoRA files of `adapters` merged into it.
 
         Raises:
           CheckpointError, ConfigError: it does not fit; the message names the file and what is wrong.
         """
         configs, tokenizers, networks = _outline(root, dtype, scheduler, scheduler_options)
+        changes = lora.changes(adapters, _lora_targets(configs, networks)) if adapters else {}
         for name in configs.networks:
-            checkpoint.fill(getattr(networks, name), root / name, sharding=sharding, variant=variant)
+            change = partial(lora.merge, changes, name)
+            checkpoint.fill(getattr(networks, name), root / name, sharding=sharding, variant=variant, change=change)
         return cls(configs, networks, tokenizers)
 
     def prepare(self, requests: Sequence[ImageRequest]) -> tuple[Inputs, list[Tokens]]:
@@ -350,6 +363,17 @@ def _outline(
     ]
     networks = nnx.eval_shape(lambda: Networks(configs, _one_key(), dtype=dtype, param_dtype=dtype))
     return configs, tokenizers, networks
+
+
+def _lora_targets(configs: Configs, networks: Networks) -> Targets:
+    shapes = {
+        f"{name}.{tensor}": shape
+        for name in configs.networks
+        if name != "vae"
+        for tensor, shape in checkpoint.tensor_shapes(getattr(networks, name)).items()
+        if tensor.endswith(".weight") and len(shape) > 1
+    }
+    return Targets(shapes, original.unet_rules(configs.unet.per_level("layers_per_block")))
 
 
 class _OneKey(nnx.RngStream):

@@ -69,7 +69,12 @@ OPEN_CLIP: Rules = (
 
 def unet(tensors: Mapping[str, Tensor], layers_per_block: Sequence[int]) -> dict[str, Tensor]:
     """The UNet of a file under diffusers' names; `layers_per_block` for each level. Empty if it has none."""
-    return _convert(tensors, {UNET_PREFIX: (*_blocks(layers_per_block), *UNET)})
+    return _convert(tensors, {UNET_PREFIX: unet_rules(layers_per_block)})
+
+
+def unet_rules(layers_per_block: Sequence[int]) -> Rules:
+    """From the names of a UNet's tensors to those of diffusers; also for LoRA files."""
+    return (*_blocks(layers_per_block), *UNET)
 
 
 def vae(tensors: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:

@@ -175,3 +175,35 @@ def test_a_hub_that_does_not_answer_is_one_clear_line(monkeypatch):
     monkeypatch.setattr(fetch, "snapshot_download", snapshot_download)
     with pytest.raises(CheckpointError, match=r"^org/name: not here, and the hub .*\(cannot reach the hub\)$"):
         fetch.checkpoint_folder("org/name")
+
+
+def test_a_lora_file_is_used_where_it_lies_or_downloaded_once(bucket, downloads, tmp_path):
+    local = tmp_path / "style.safetensors"
+    local.write_bytes(b"weights")
+    assert fetch.lora_file(str(local)) == local
+    bucket.blob("lora/style.safetensors").upload_from_filename(local)
+    source = f"gs://{bucket.name}/lora/style.safetensors"
+    assert fetch.lora_file(source) == fetch.lora_file(source)
+    assert fetch.lora_file(source).read_bytes() == b"weights"
+    assert downloads == ["lora/style.safetensors"]
+
+
+def test_the_hub_is_asked_for_a_lora_file_by_its_name_in_the_repository(monkeypatch, tmp_path):
+    monkeypatch.setattr(fetch, "hf_hub_download", lambda repository, name: tmp_path / repository / name)
+    assert fetch.lora_file("org/styles/ink/v1.safetensors") == tmp_path / "org/styles/ink/v1.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("style.pt", "style.pt: a pickle can run code, so it is not read; convert it in a place you trust"),
+        ("org/name/pytorch_lora_weights.bin", "a pickle can run code"),
+        ("style", "style: --lora takes FILE.safetensors or FILE.safetensors:WEIGHT"),
+        ("nothing.safetensors", "nothing.safetensors: no such file"),
+        ("{folder}/a/b.safetensors", "no such file"),
+    ],
+)
+def test_a_lora_file_that_is_not_there_or_a_pickle_is_one_clear_line(source, complaint, tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        fetch.lora_file(source.format(folder=tmp_path))
+    assert complaint in str(caught.value) and "\n" not in str(caught.value)

@@ -18,6 +18,7 @@ the same in 8 bits; `single file` is the image of the same weights from one file
 reads too. Samplers (`tests/parity/sampling.py`) are compared over 1, 2, 3, 4, 11, 13, 20, 48 and 50 steps with a
 network of a few lines and the same fresh noise: the timesteps, the latents after `one step` and all along the `loop`.
 What differs is the reference's own rounding, 2 ** -24 of the noise that it starts from: it steps in float32 throughout.
+LoRA files (`tests/parity/adapters.py`) are merged into the weights here, and there they are PEFT's layers beside them.
 
 """
 ROWS = pytest.StashKey[list[tuple[str, str, float, float]]]()

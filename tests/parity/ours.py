@@ -1,6 +1,6 @@
 """Our side of the comparison: the arrays of `reference`, made with JAX from a checkpoint folder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from model_handlers import samplers
+from model_handlers.lora import Adapter
 from model_handlers.program import COMPILER_OPTIONS
 from model_handlers.recipe import ImageRequest
 from model_handlers.samplers import Steps, Tables
@@ -39,9 +40,9 @@ def compared(case: Case) -> list[str]:
     return [what for what in LIMITS if case.text_encoder_2 or "pooled" not in what]
 
 
-def outputs(root: Path, case: Case) -> dict[str, np.ndarray]:
+def outputs(root: Path, case: Case, adapters: Sequence[Adapter] = ()) -> dict[str, np.ndarray]:
     """Everything in `compared`, channels last."""
-    model = StableDiffusionXL.load(root, scheduler="EulerDiscreteScheduler", dtype="float32")
+    model = StableDiffusionXL.load(root, scheduler="EulerDiscreteScheduler", dtype="float32", adapters=adapters)
     given = {name: value.transpose(0, 2, 3, 1) if value.ndim == 4 else value for name, value in case.inputs.items()}
     return _networks(model, given) | _pictures(model, case, given["noise"])
 

@@ -13,6 +13,7 @@ import json
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -29,12 +30,13 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from diffusers.image_processor import VaeImageProcessor
+from safetensors.numpy import save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from benchmarks.scenes.scenes import VOCABULARY
 from benchmarks.scenes.tokenizer import write_tokenizers
 from tests import layouts
-from tests.parity import cases, sampling
+from tests.parity import adapters, cases, sampling
 from tests.parity.cases import Case, Picture
 from tests.parity.sampling import Sampling, Trajectory
 
@@ -120,6 +122,28 @@ def embed(pipeline: DiffusionPipeline, case: Case, picture: Picture) -> dict[str
         names = ("text", "negative_text")
         embedded = pipeline.encode_prompt(picture.prompt, "cpu", 1, True, picture.negative_prompt)
     return dict(zip(names, embedded, strict=True))
+
+
+def adapted(folder: Path) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """Writes the files of `adapters` to the folder, and gives what becomes of their case with each load of them."""
+    case = adapters.case()
+    pipeline = build(case)
+    shapes = {
+        f"{network}.{_published(network, key)}": tuple(tensor.shape)
+        for network in adapters.ALPHAS
+        for key, tensor in getattr(pipeline, network).state_dict().items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in adapters.FILES:
+        noted = adapters.metadata(name)
+        header = {"format": "pt", **({"lora_adapter_metadata": json.dumps(noted)} if noted else {})}
+        save_file(adapters.tensors(name, shapes), folder / f"{name}.safetensors", header)
+    for number, files in enumerate(adapters.LOADS.values()):
+        for name, _ in files:
+            pipeline.load_lora_weights(folder, weight_name=f"{name}.safetensors", adapter_name=name)
+        pipeline.set_adapters([name for name, _ in files], [weight for _, weight in files])
+        yield f"lora_{number}", outputs(pipeline, case)
+        pipeline.unload_lora_weights()
 
 
 def draw(pipeline: DiffusionPipeline, case: Case, picture: Picture, noise: torch.Tensor) -> np.ndarray:
@@ -215,6 +239,8 @@ def main() -> None:
         unchanged = StableDiffusionXLPipeline.from_pretrained(cases.EMBEDDED, torch_dtype=torch.float32)
         unchanged.set_progress_bar_config(disable=True)
         np.savez(arguments.output / "embedded.npz", **outputs(unchanged, cases.embedded()))
+        for name, made in adapted(arguments.output / "lora"):
+            np.savez(arguments.output / f"{name}.npz", **made)
         np.savez(arguments.output / "samplers.npz", **samples())
         (arguments.output / "real_width.json").write_text(json.dumps(real_width(), indent=2) + "\n")
     if arguments.golden:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from model_handlers import fetch
-from tests.parity import cases, ours, sampling
+from model_handlers.lora import Adapter
+from tests.parity import adapters, cases, ours, sampling
 
 REFERENCE = Path(os.environ["LIGHTMILL_REFERENCE"])
 GOLDEN = Path(__file__).with_name("golden.npz")
@@ -53,6 +54,33 @@ def test_a_single_file_is_read_as_the_reference_reads_it(name, record):
     difference = np.abs(mine - both(name)[0]["image"]).max()
     record(name, "single file", difference, 0.0)
     assert difference == 0
+
+
+@functools.cache
+def adapted(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    case = adapters.case()
+    files = [
+        Adapter.find(f"{REFERENCE}/lora/{file}.safetensors", weight, allow_partial=False)
+        for file, weight in adapters.LOADS[name]
+    ]
+    number = list(adapters.LOADS).index(name)
+    return ours.outputs(REFERENCE / case.name, case, files), dict(np.load(REFERENCE / f"lora_{number}.npz"))
+
+
+@pytest.mark.parametrize("what", ["text", "pooled", "step", "image"])
+@pytest.mark.parametrize("name", adapters.LOADS)
+def test_lora_files_change_a_checkpoint_as_the_references(name, what, record):
+    # The limits are those without LoRA: a merged weight is rounded once more, by less than a part in 2 ** 24.
+    mine, reference = (side[what] for side in adapted(name))
+    difference = np.abs(mine.astype(np.float64) - reference).max()
+    record(name, what, difference, ours.LIMITS[what])
+    assert difference <= ours.LIMITS[what]
+
+
+@pytest.mark.parametrize("name", adapters.LOADS)
+def test_lora_files_change_a_checkpoint_by_far_more_than_the_limit(name):
+    without = np.load(REFERENCE / f"{adapters.case().name}.npz")["step"]
+    assert np.abs(adapted(name)[1]["step"] - without).max() > 1000 * ours.LIMITS["step"]
 
 
 @functools.cache

@@ -160,3 +160,13 @@ def test_seed_digest_and_key_are_hashes_of_plain_json_and_stay_what_they_are_in_
     }
     assert request.digest == sha256({**decided, **recipe.of_model()})
     assert request.key == sha256([id, 0, request.digest])[:32]
+
+
+def test_a_picture_without_lora_has_the_digest_that_it_had_before_there_was_any():
+    assert one(seed=7).digest == "8e78e55710d1f0f36190cfdf94d01e7e89c38ef1e1280e8318451effa9527008"
+
+
+def test_lora_files_and_their_weights_are_in_the_digest():
+    loras = ["[]", '[["a", 1.0]]', '[["b", 1.0]]', '[["a", 0.5]]', '[["a", 1.0], ["b", 1.0]]']
+    requests = [expand(record(seed=7), dataclasses.replace(RECIPE, lora=lora))[0] for lora in loras]
+    assert len({request.digest for request in requests}) == len(loras)
