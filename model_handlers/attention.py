@@ -4,18 +4,31 @@ Axes: B batch, T query positions, S key positions, N heads, D channels of one he
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
 
 
-def attention(query: jax.Array, key: jax.Array, value: jax.Array, num_heads: int, *, causal: bool = False) -> jax.Array:
-    """Scaled dot-product attention, (B, T, C) x (B, S, C) -> (B, T, C); scores and softmax are float32."""
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    num_heads: int,
+    *,
+    causal: bool = False,
+    mask: jax.Array | None = None,
+) -> jax.Array:
+    """Scaled dot-product attention, (B, T, C) x (B, S, C) -> (B, T, C); scores and softmax are float32.
+
+    `mask` (B, S) says which keys there are.
+    """
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], num_heads, -1)
 
-    mixed = jax.nn.dot_product_attention(split(query), split(key), split(value), is_causal=causal)
+    keys = None if mask is None else mask[:, None, None]
+    mixed = jax.nn.dot_product_attention(split(query), split(key), split(value), mask=keys, is_causal=causal)
     return mixed.reshape(query.shape)
 
 
@@ -29,7 +42,7 @@ class Stack(nnx.Module):
         self.length = length
         self.block = nnx.vmap(make_block, in_axes=0, out_axes=0)(rngs.split(length))
 
-    def __call__(self, x: jax.Array, *context: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, *context: Any) -> tuple[jax.Array, jax.Array]:
         """Returns the last block's output, and every block's output stacked along a first axis."""
         definition, parameters = nnx.split(self.block)
 

@@ -21,6 +21,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from model_handlers.attention import Stack
+from model_handlers.samplers import SchedulerConfig
 from model_handlers.tensors import CheckpointError, Tensor, read_tensors, renamed
 
 # In the root of a checkpoint, instead of weights in its folders: all of them in the layout of the original releases.
@@ -48,12 +49,16 @@ class Description:
       scheduler: the sampler to use, the checkpoint's own or the one asked for.
       size_multiple: width and height must be multiples of it, in pixels.
       side: width and height of the pictures that it was trained on, in pixels.
+      max_clip_skip: as in the recipe.
+      sampler: the scheduler with its options.
     """
 
     family: str
     scheduler: str
     size_multiple: int
     side: int
+    max_clip_skip: int
+    sampler: SchedulerConfig
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class ModelSpec:
       checkpoint: folder, gs:// folder, hub id or single file.
       config: where a single file's configs and tokenizers are.
       identity: what `checkpoint.identity` must find there: another would be another recipe.
-      scheduler, dtype, per_device_batch_size, scheduler_options: as in the recipe.
+      scheduler, dtype, per_device_batch_size, scheduler_options, prompt_windows: as in the recipe.
       variant: infix of the weight files, such as "fp16".
       device: "tpu", "gpu" or "cpu", which must then be there; None takes the best that JAX finds.
       jax_cache_dir: folder or gs:// folder of JAX's persistent compilation cache.
@@ -60,6 +60,7 @@ class ModelSpec:
     scheduler_options: str = "{}"
     config: str | None = None
     adapters: tuple[Adapter, ...] = ()
+    prompt_windows: int = 1
 
 
 class LoadedModel:
@@ -134,6 +135,7 @@ def load_programs(spec: ModelSpec) -> Programs:
         root,
         scheduler=spec.scheduler,
         scheduler_options=spec.scheduler_options,
+        prompt_windows=spec.prompt_windows,
         dtype=spec.dtype,
         sharding=mesh.sharding(devices_mesh),
         variant=spec.variant,

@@ -6,9 +6,11 @@ Everything here is small, frozen and picklable: it is all that crosses a shuffle
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -34,9 +36,12 @@ class Recipe:
         (never on its neighbours), so it belongs to the recipe; the number of chips does not.
       size_multiple: width and height are multiples of it, in pixels (the VAE's down-sampling factor).
       lora: the LoRA files merged into the checkpoint, in their order, as JSON: [[sha256, weight], ...].
+      prompt_windows: how many times the text encoders' length a prompt may have; with 1 it is cut as by the reference.
+      max_clip_skip: how many layers of its text encoders can be left out beyond the usual one.
       seed: seed of the run, from which the seeds of records that have none are derived.
       width, height: default size in pixels.
       num_inference_steps, guidance_scale, negative_prompt, num_images_per_prompt: defaults for records.
+      settings: further defaults for records, those of `Settings.chosen` as JSON with sorted names.
     """
 
     checkpoint: str
@@ -54,12 +59,66 @@ class Recipe:
     num_images_per_prompt: int = 1
     scheduler_options: str = "{}"
     lora: str = "[]"
+    prompt_windows: int = 1
+    max_clip_skip: int = 0
+    settings: str = "{}"
 
     def of_model(self) -> dict[str, str | int]:
         """The part that decides pixels for every record alike; a record's own fields decide the rest."""
         names = ("checkpoint", "family", "scheduler", "scheduler_options", "dtype", "per_device_batch_size")
-        # Without LoRA as before there was any, so that the digests of such pictures stay what they are.
-        return {name: getattr(self, name) for name in (*names, *(["lora"] if self.lora != Recipe.lora else []))}
+        # Only what is set, so that what is new here changes no digest of a picture without it.
+        unlike = {name: getattr(self, name) for name in ("lora", "prompt_windows")}
+        return {name: getattr(self, name) for name in names} | {
+            name: value for name, value in unlike.items() if value != getattr(Recipe, name)
+        }
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What few pictures set of their own; named, and meant, as the arguments of diffusers' pipeline.
+
+    They travel together, as the few that are set: a picture that sets none is described as if there were none.
+
+    Attributes:
+      prompt_2, negative_prompt_2: for the second text encoder; "" for those of the first.
+      clip_skip: layers of the text encoders left out at the end, for the prompt alone; 0 is the model's usual layer.
+      guidance_rescale: share of Lin et al. 2024, section 3.4, in the guided output.
+      guidance_interval: noise levels (low, high) between which guidance is applied, where low < sigma <= high, as in
+        Kynkäänniemi et al. 2024; sigma is the noise in the latents over the signal in them. None for all of them.
+      negative_original_size, negative_crops_coords_top_left, negative_target_size: micro-conditioning of the negative
+        prompt, in the order of ImageRequest's; without sizes it is the prompt's.
+      eta: share of fresh noise, of the samplers that have it as a free choice.
+      timesteps, sigmas: a schedule of the picture's own, see `samplers.Steps`.
+    """
+
+    prompt_2: str = ""
+    negative_prompt_2: str = ""
+    clip_skip: int = 0
+    guidance_rescale: float = 0.0
+    guidance_interval: tuple[float, float] | None = None
+    negative_original_size: tuple[int, int] | None = None
+    negative_crops_coords_top_left: tuple[int, int] = (0, 0)
+    negative_target_size: tuple[int, int] | None = None
+    eta: float = 0.0
+    timesteps: tuple[float, ...] = ()
+    sigmas: tuple[float, ...] = ()
+
+    @cached_property
+    def chosen(self) -> dict[str, Any]:
+        """By their names, only those that are not at their defaults."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Settings":
+        """From `chosen`, also when it has been through JSON."""
+        if not values:
+            return NO_SETTINGS
+        fields: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
+        return cls(**fields)
+
+
+NO_SETTINGS = Settings()
 
 
 @dataclass(frozen=True)
@@ -85,6 +144,7 @@ class ImageRequest:
     source: str = ""  # the input file, relative to the fixed part of --input
     position: int = 0  # the record's place in that file, counted from 1
     extra: str = "{}"  # the input's other columns, as JSON text
+    settings: Settings = NO_SETTINGS
 
     @cached_property
     def key(self) -> str:
@@ -95,8 +155,12 @@ class ImageRequest:
 def digest(request: ImageRequest, recipe: Recipe) -> str:
     """sha256 over all that decides the request's pixels, and nothing else (not its id, file or neighbours).
 
-    What is hashed is the JSON object of the deciding fields and of `Recipe.of_model`, its names sorted.
+    What is hashed is the JSON object, its names sorted, of the deciding fields, `Recipe.of_model` and those settings
+    that are chosen: one that is new here changes no digest of a picture without it.
     """
+    if request.settings.chosen:
+        values = {name: getattr(request, name) for name in (*_OWN, *_SHARED)}
+        return _sha256(_encode({**values, **request.settings.chosen, **recipe.of_model()}))
     return _sha256(_template(recipe, *_shared(request)) % tuple(map(_encode, _own(request))))
 
 
@@ -105,7 +169,7 @@ _OWN = ("negative_prompt", "prompt", "seed")
 _SHARED = [
     field.name
     for field in dataclasses.fields(ImageRequest)
-    if field.name not in (*_OWN, "id", "image_index", "digest", "source", "position", "extra")
+    if field.name not in (*_OWN, "id", "image_index", "digest", "source", "position", "extra", "settings")
 ]
 _own, _shared = attrgetter(*_OWN), attrgetter(*_SHARED)
 
@@ -128,7 +192,10 @@ def derived_seed(run_seed: int, record_id: str, image_index: int) -> int:
 
 @dataclass(frozen=True)
 class Shard:
-    """Requests of one size that are generated, written and committed together, in the order of `requests`."""
+    """Requests of one size and guided at the same evaluations, that are generated, written and committed together.
+
+    Results and rows are in the order of `requests`.
+    """
 
     name: str
     width: int

@@ -7,6 +7,7 @@ import apache_beam as beam
 from apache_beam.ml.inference.base import ModelHandler, PredictionResult, RunInference
 
 from model_handlers.recipe import Recipe, Shard
+from model_handlers.samplers import SchedulerConfig
 from transforms.counts import WriteCounts
 from transforms.formats import FOLDER_OF_PNG, OutputFormat
 from transforms.leftovers import clear_leftovers
@@ -24,6 +25,7 @@ def build(
     patterns: Sequence[str],
     output: str,
     recipe: Recipe,
+    sampler: SchedulerConfig,
     model_handler: ModelHandler[Shard, PredictionResult, Any],
     batch_size: int,
     images_per_shard: int,
@@ -37,6 +39,7 @@ def build(
     Args:
       patterns: input files, local or gs://, with Beam's wildcards.
       output: folder or gs://bucket/folder. It belongs to one run at a time; call `prepare` before the run.
+      sampler: the model's, by which records are checked and grouped before they reach it.
       model_handler: takes shards in batches of exactly one, and gives PredictionResult(shard, list of ImageResult).
       batch_size: rows of the compiled program over all chips of a worker.
       images_per_shard: images that are committed together, a multiple of batch_size.
@@ -48,9 +51,9 @@ def build(
       InputError: if an input cannot be read.
     """
     read = pipeline | "ReadPrompts" >> ReadPrompts(patterns, prompt_column, id_column)
-    expanded = read.records | "ExpandRequests" >> ExpandRequests(recipe)
+    expanded = read.records | "ExpandRequests" >> ExpandRequests(recipe, sampler)
     unfinished = expanded.requests | "SkipFinished" >> SkipFinished(output, retry_rejected)
-    grouped = unfinished.requests | "GroupIntoShards" >> GroupIntoShards(batch_size, images_per_shard)
+    grouped = unfinished.requests | "GroupIntoShards" >> GroupIntoShards(batch_size, images_per_shard, sampler)
     predictions = grouped.shards | "RunInference" >> RunInference(model_handler)
     written = predictions | "WriteShard" >> WriteShard(output, recipe, output_format)
 

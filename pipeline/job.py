@@ -1,5 +1,6 @@
 """One run of `generate`: check everything that can be checked, build the graph, watch it, account for it."""
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -16,11 +17,12 @@ from model_handlers.config import ConfigError
 from model_handlers.families import family_of
 from model_handlers.handler import DiffusionModelHandler, ModelSpec
 from model_handlers.lora import Adapter
-from model_handlers.recipe import Recipe
+from model_handlers.recipe import Recipe, Settings
+from model_handlers.samplers import SchedulerConfig
 from pipeline import report, unchanged
 from pipeline.generate import build, prepare
 from pipeline.lock import hold
-from pipeline.options import LOCAL_RUNNERS, GenerateOptions, UsageError
+from pipeline.options import LOCAL_RUNNERS, WINDOWS, GenerateOptions, UsageError
 from pipeline.output import find_output, write_recipe
 from pipeline.presets import settle_sampling
 from pipeline.watch import watch
@@ -29,6 +31,8 @@ from transforms.commits import CommitError
 from transforms.counts import AccountingError, Counts
 from transforms.formats import OutputFormat
 from transforms.read import InputError
+from transforms.records import PromptRecord, RecordError
+from transforms.requests import expand
 
 IMAGES_PER_SHARD = 64  # about 200 MB of pixels at 1024 x 1024, and some tens of seconds of work to lose
 
@@ -45,7 +49,8 @@ def generate(options: GenerateOptions, beam_options: PipelineOptions) -> int:
       JobError: the job failed underway.
     """
     try:
-        spec, recipe = _resolve_model(options, _local(beam_options))
+        spec, recipe, sampler = _resolve_model(options, _local(beam_options))
+        _check_defaults(options, recipe, sampler)
         batch_size = spec.per_device_batch_size * _devices_per_worker(options, _local(beam_options))
         output_format = _output_format(options)
         output = find_output(options.output, recipe, output_format, options.on_recipe_change)
@@ -55,6 +60,7 @@ def generate(options: GenerateOptions, beam_options: PipelineOptions) -> int:
             patterns=options.input,
             output=output.path,
             recipe=recipe,
+            sampler=sampler,
             model_handler=DiffusionModelHandler(spec),
             batch_size=batch_size,
             images_per_shard=_images_per_shard(options, batch_size),
@@ -94,7 +100,7 @@ def _run(pipeline: beam.Pipeline, output: str) -> None:
         raise JobError(f"the job ended as {state}; the same command goes on from the last finished shard")
 
 
-def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Recipe]:
+def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Recipe, SchedulerConfig]:
     """Reads everything of the checkpoint but its weights, whose names it checks, and settles the recipe."""
     root = fetch.checkpoint_folder(options.checkpoint, options.variant, options.config)
     family = family_of(root)
@@ -125,12 +131,16 @@ def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Re
         num_images_per_prompt=options.num_images_per_prompt,
         scheduler_options=sampling.scheduler_options,
         lora=json.dumps([[adapter.sha256, adapter.weight] for adapter in adapters]),
+        prompt_windows=_prompt_windows(options),
+        max_clip_skip=description.max_clip_skip,
+        settings=_settings(options),
     )
     spec = ModelSpec(
         checkpoint=options.checkpoint,
         identity=recipe.checkpoint,
         scheduler=recipe.scheduler,
         scheduler_options=recipe.scheduler_options,
+        prompt_windows=recipe.prompt_windows,
         dtype=dtype,
         per_device_batch_size=recipe.per_device_batch_size,
         variant=options.variant,
@@ -139,7 +149,32 @@ def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Re
         jax_cache_dir=options.jax_cache_dir,
         adapters=adapters,
     )
-    return spec, recipe
+    return spec, recipe, description.sampler
+
+
+def _prompt_windows(options: GenerateOptions) -> int:
+    if options.long_prompts == "chunk":
+        return options.prompt_windows or WINDOWS
+    if options.prompt_windows:
+        raise UsageError("--prompt_windows needs --long_prompts=chunk")
+    return 1
+
+
+def _settings(options: GenerateOptions) -> str:
+    given = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(Settings)}
+    settings = Settings.of({name: value for name, value in given.items() if value is not None})
+    return json.dumps(settings.chosen, sort_keys=True)
+
+
+def _check_defaults(options: GenerateOptions, recipe: Recipe, sampler: SchedulerConfig) -> None:
+    """What the run asks for on behalf of records that set nothing must be possible; UsageError if it is not."""
+    record = PromptRecord("", 1, "", "")
+    if options.num_inference_steps is not None:
+        record.fields["num_inference_steps"] = options.num_inference_steps
+    try:
+        expand(record, recipe, sampler)
+    except RecordError as error:
+        raise UsageError(f"with these settings no picture can be made: {error}") from error
 
 
 def _device(options: GenerateOptions, local: bool) -> str:

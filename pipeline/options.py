@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from apache_beam.options.pipeline_options import PipelineOptions
@@ -12,11 +12,25 @@ from model_handlers.fetch import EMBEDDED
 from model_handlers.recipe import MAX_SEED, MAX_SIDE, MAX_STEPS
 from transforms.formats import FORMATS
 from transforms.pictures import DEFAULT_QUALITY, IMAGE_FORMATS
+from transforms.records import FIELDS, RecordError, Value
 
 # Runners whose workers are this machine, and mostly this process.
 LOCAL_RUNNERS = ("FnApiRunner", "DirectRunner", "PrismRunner", "BundleBasedDirectRunner")
 DEVICES = ("tpu", "gpu", "cpu")
 PRESETS = ("turbo", "lightning", "lcm")
+WINDOWS = 4
+# Fields of a record that are flags as they stand: what their values are called, and what they are.
+SETTINGS = {
+    "guidance_rescale": ("SHARE", "of the guided output that is scaled back, 0 to 1 (default 0)"),
+    "guidance_interval": ("LOW,HIGH", "guide only where LOW < sigma <= HIGH, which saves the rest (default: always)"),
+    "clip_skip": ("N", "layers left out at the end of the text encoders (default 0)"),
+    "negative_original_size": ("HEIGHT,WIDTH", "default: the prompt's; only together with --negative_target_size"),
+    "negative_target_size": ("HEIGHT,WIDTH", "default: the prompt's"),
+    "negative_crops_coords_top_left": ("TOP,LEFT", "default 0,0"),
+    "eta": ("ETA", "share of fresh noise, 0 to 1, with DDIM and TCD (default 0)"),
+    "timesteps": ("T,T,...", "a schedule instead of --num_inference_steps, such as 999,749,499,249"),
+    "sigmas": ("S,S,...", "likewise, with the level at which sampling ends as the last one"),
+}
 EXIT_STATUS = """
 exit status:
   0  every record is accounted for: an image, made before, a duplicate, or rejected with its reason in OUTPUT/rejects
@@ -54,6 +68,8 @@ class GenerateOptions:
     scheduler: str | None
     scheduler_options: Sequence[str]
     preset: str | None
+    long_prompts: str
+    prompt_windows: int | None
     dtype: str
     device: str | None
     per_device_batch_size: int
@@ -66,6 +82,15 @@ class GenerateOptions:
     guidance_scale: float | None
     negative_prompt: str | None
     num_images_per_prompt: int
+    clip_skip: int | None
+    guidance_rescale: float | None
+    guidance_interval: tuple[float, float] | None
+    negative_original_size: tuple[int, int] | None
+    negative_crops_coords_top_left: tuple[int, int] | None
+    negative_target_size: tuple[int, int] | None
+    eta: float | None
+    timesteps: tuple[float, ...] | None
+    sigmas: tuple[float, ...] | None
     images_per_shard: int | None
     verbose: bool
 
@@ -139,6 +164,15 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         "--preset", choices=PRESETS, help="scheduler, its options, steps and guidance of a few-step checkpoint"
     )
     model.add_argument(
+        "--long_prompts",
+        choices=("cut", "chunk"),
+        default="cut",
+        help="cut after 75 tokens as diffusers does (default), or read in windows of 75, each by itself",
+    )
+    model.add_argument(
+        "--prompt_windows", type=_windows, metavar="N", help=f"of a prompt with chunk, at most (default {WINDOWS})"
+    )
+    model.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: float32 on CPU, else bfloat16"
     )
     model.add_argument("--device", choices=DEVICES, help="must be there (default: the best that is)")
@@ -158,6 +192,8 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     records.add_argument("--guidance_scale", type=_guidance, metavar="G", help="default 5, or the preset's; 1 is none")
     records.add_argument("--negative_prompt", metavar="TEXT")
     records.add_argument("--num_images_per_prompt", type=_positive, default=1, metavar="N", help="default 1")
+    for name, (metavar, text) in SETTINGS.items():
+        records.add_argument(f"--{name}", type=_field(name), metavar=metavar, help=text)
 
     job = parser.add_argument_group("job")
     job.add_argument(
@@ -223,6 +259,18 @@ def _lora(text: str) -> tuple[str, float]:
     return source, number
 
 
+def _field(name: str) -> Callable[[str], Value]:
+    """The parser of a record's field, for a flag of the same name."""
+
+    def parse(text: str) -> Value:
+        try:
+            return FIELDS[name](name, text)
+        except RecordError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse
+
+
 def _positive(text: str) -> int:
     return _whole(text, 1, 10**6)
 
@@ -233,6 +281,10 @@ def _percent(text: str) -> int:
 
 def _side(text: str) -> int:
     return _whole(text, 1, MAX_SIDE)
+
+
+def _windows(text: str) -> int:
+    return _whole(text, 2, 32)
 
 
 def _steps(text: str) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from model_handlers.recipe import ImageRequest, Recipe, digest
+from model_handlers.recipe import ImageRequest, Recipe, Settings, digest
 from pipeline.output import read_recipe
 from pipeline.report import Inventory, reconcile
 from transforms import counts, rejects, storage
@@ -132,8 +132,13 @@ def _check_row(row: dict, recipe: Recipe) -> str:
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
     if not row["negative_prompt_set"]:
         values["negative_prompt"] = None
-    request = ImageRequest(**{name: values[name] for name in _OF_REQUEST})
-    if row["scheduler"] != recipe.scheduler or digest(request, recipe) != row["digest"]:
+    try:
+        values["settings"] = Settings.of(json.loads(row["settings"]))
+        request = ImageRequest(**{name: values[name] for name in _OF_REQUEST})
+        of_columns = digest(request, recipe)
+    except (ValueError, TypeError, AttributeError):
+        return "has settings that are none"
+    if row["scheduler"] != recipe.scheduler or of_columns != row["digest"]:
         return "does not have the digest of its columns"
     return "" if request.key == row["key"] else "does not have the key of its id, image index and digest"
 

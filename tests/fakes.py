@@ -11,6 +11,7 @@ from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.testing.test_pipeline import TestPipeline
 
 from model_handlers.recipe import ImageRequest, ImageResult, Recipe, Shard
+from model_handlers.samplers.karras import EulerDiscreteConfig
 from pipeline import generate
 
 RECIPE = Recipe(
@@ -23,7 +24,9 @@ RECIPE = Recipe(
     seed=0,
     width=8,
     height=8,
+    max_clip_skip=2,
 )
+SAMPLER = EulerDiscreteConfig()
 
 
 def painted(digest: str, height: int, width: int) -> np.ndarray:
@@ -83,6 +86,7 @@ def run(
             patterns=[str(path) for path in ([inputs] if isinstance(inputs, str | Path) else inputs)],
             output=str(output),
             recipe=recipe,
+            sampler=SAMPLER,
             model_handler=handler or FakeHandler(),
             batch_size=batch_size,
             images_per_shard=images_per_shard,

@@ -15,7 +15,7 @@ from apache_beam import coders
 from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.windowed_value import WindowedValue
 
-from model_handlers.recipe import ImageRequest, Shard
+from model_handlers.recipe import ImageRequest, Settings, Shard
 
 KEY_BYTES = 16
 # Requests that wait to be packed, of all buckets together; some ten megabytes.
@@ -23,6 +23,7 @@ _MAX_PENDING = 32_768
 _LEVEL = 1
 _FIELDS = [field.name for field in dataclasses.fields(ImageRequest)]
 _PAIRS = [_FIELDS.index(name) for name in ("original_size", "crops_coords_top_left", "target_size")]
+_SETTINGS = _FIELDS.index("settings")
 
 
 class PackByBucket(beam.DoFn):
@@ -70,12 +71,15 @@ def unpack(pack: bytes) -> list[ImageRequest]:
 
 
 def _values(request: ImageRequest) -> list:
-    return [getattr(request, name) for name in _FIELDS]
+    values = [getattr(request, name) for name in _FIELDS]
+    values[_SETTINGS] = request.settings.chosen
+    return values
 
 
 def _request(values: list) -> ImageRequest:
     for place in _PAIRS:
         values[place] = tuple(values[place])
+    values[_SETTINGS] = Settings.of(values[_SETTINGS])
     return ImageRequest(*values)
 
 

@@ -2,7 +2,8 @@
 
 The row's columns are declared once, here, and every row has all of them with the same types. Readers such as Hugging
 Face `datasets` take the types from the first file that they meet: a column that is null there and text in the next
-shard cannot be loaded, hence "" and `negative_prompt_set` for a negative prompt that is absent.
+shard cannot be loaded, hence "" and `negative_prompt_set` for a negative prompt that is absent, and `settings`, what
+few pictures have, as JSON text.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ SCHEMA: dict[str, str] = {
     "original_size": "list<int64>",
     "crops_coords_top_left": "list<int64>",
     "target_size": "list<int64>",
+    "settings": "string",
     "digest": "string",
     "sha256": "string",
     "num_tokens": "int64",
@@ -43,7 +45,7 @@ SCHEMA: dict[str, str] = {
 _IN_THE_FILE = [
     field.name
     for field in dataclasses.fields(ImageRequest)
-    if field.name not in ("id", "image_index", "source", "position", "extra")
+    if field.name not in ("id", "image_index", "source", "position", "extra", "settings")
 ]
 
 
@@ -56,6 +58,7 @@ def row(request: ImageRequest, result: ImageResult, recipe: Recipe, file_name: s
         "negative_prompt": request.negative_prompt or "",
         "negative_prompt_set": request.negative_prompt is not None,
         "scheduler": recipe.scheduler,
+        "settings": json.dumps(request.settings.chosen, sort_keys=True),
         "sha256": sha256,
         "num_tokens": result.num_tokens,
         "truncated": result.truncated,
@@ -69,10 +72,10 @@ def recipe_text(request: ImageRequest, recipe: Recipe, limit: int | None = None)
 
     Texts that would make it longer than `limit` characters, which not every image format can hold, are left out.
     """
-    fields = {name: getattr(request, name) for name in _IN_THE_FILE}
+    fields = {**{name: getattr(request, name) for name in _IN_THE_FILE}, **request.settings.chosen}
     text = json.dumps({**fields, **recipe.of_model()}, sort_keys=True)
     if limit and len(text) > limit:
-        fields = {name: value for name, value in fields.items() if name not in ("prompt", "negative_prompt")}
+        fields = {name: value for name, value in fields.items() if "prompt" not in name}
         text = json.dumps({**fields, **recipe.of_model()}, sort_keys=True)
     return text
 

@@ -7,10 +7,10 @@ parsers, which accept what means exactly one thing and refuse the rest with a re
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from model_handlers.recipe import MAX_SEED
+from model_handlers.recipe import MAX_SEED, MAX_STEPS
 
 # About a thousand times what the text encoders read; more than that is a damaged file, not a prompt.
 MAX_TEXT = 100_000
@@ -27,7 +27,7 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 _EXTRA = json.JSONEncoder(sort_keys=True, allow_nan=False)
 
-Value = str | int | float | tuple[int, int]
+Value = str | int | float | tuple[int, int] | tuple[float, ...]
 
 
 class RecordError(ValueError):
@@ -184,10 +184,31 @@ def _number(name: str, value: object) -> float:
 
 
 def _pair(name: str, value: object) -> tuple[int, int]:
-    parts = re.split(r"\s*[,xX]\s*", value.strip().strip("[]()")) if isinstance(value, str) else value
-    if isinstance(parts, list | tuple) and len(parts) == 2:
+    parts = _parts(value, r"\s*[,xX]\s*")
+    if len(parts) == 2:
         return _integer(name, parts[0]), _integer(name, parts[1])
     raise RecordError(f"{name} must be two whole numbers, such as 512,512, not {_shown(value)}")
+
+
+def _interval(name: str, value: object) -> tuple[float, float]:
+    parts = _parts(value, r"\s*,\s*")
+    if len(parts) == 2:
+        return _number(name, parts[0]), _number(name, parts[1])
+    raise RecordError(f"{name} must be two numbers, such as 0.28,5.42, not {_shown(value)}")
+
+
+def _numbers(name: str, value: object) -> tuple[float, ...]:
+    parts = _parts(value, r"\s*,\s*")
+    if 1 <= len(parts) <= MAX_STEPS + 1:
+        return tuple(_number(name, part) for part in parts)
+    raise RecordError(f"{name} must be numbers, such as 999,749,499,249, not {_shown(value)}")
+
+
+def _parts(value: object, separator: str) -> Sequence[object]:
+    """What a list holds, also one that is written as text, as in a cell; () if it is none."""
+    if isinstance(value, str):
+        return re.split(separator, value.strip().strip("[]()"))
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _shown(value: object) -> str:
@@ -210,4 +231,15 @@ FIELDS: dict[str, Callable[[str, object], Value]] = {
     "original_size": _pair,
     "crops_coords_top_left": _pair,
     "target_size": _pair,
+    "prompt_2": _text,
+    "negative_prompt_2": _text,
+    "clip_skip": _integer,
+    "guidance_rescale": _number,
+    "guidance_interval": _interval,
+    "negative_original_size": _pair,
+    "negative_crops_coords_top_left": _pair,
+    "negative_target_size": _pair,
+    "eta": _number,
+    "timesteps": _numbers,
+    "sigmas": _numbers,
 }

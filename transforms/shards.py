@@ -1,8 +1,9 @@
-"""GroupIntoShards: requests of one size become full batches, and the same ones in every run.
+"""GroupIntoShards: requests of one size and guidance become full batches, and the same ones in every run.
 
 Two rounds. Requests are spread over buckets by their keys; each bucket is sorted and cut into whole shards. What is
-left of the buckets, less than a shard each, is brought together once more for every size, so only one shard a size is
-short, and one batch a size is padded.
+left of the buckets, less than a shard each, is brought together once more for every kind, so only one shard a kind is
+short, and one batch a kind is padded. A kind is what a batch has in common: its size, and when it is guided (see
+`model_handlers.sampling`), which is always or never unless records set guidance_interval.
 
 A shard is a run of a sorted list that begins at a multiple of its length. So when the shards that were committed are
 taken away, the others stay as they were: a resumed run makes the very shards that an uninterrupted one would have made.
@@ -10,33 +11,40 @@ taken away, the others stay as they were: a resumed run makes the very shards th
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import apache_beam as beam
 
 from model_handlers.recipe import ImageRequest, Shard
+from model_handlers.samplers import SchedulerConfig
+from model_handlers.sampling import guided
 from transforms.coders import PackByBucket, unpack
 
 _BUCKETS = 1024
+# Width, height, and the evaluations between which a request is guided.
+Kind = tuple[int, int, int, int]
 
 
 class GroupIntoShards(beam.PTransform):
     """Groups requests into `.shards` (Shard) of `images_per_shard`; `.fates` counts padded slots.
 
-    At most one shard of each (width, height) is shorter. `images_per_shard` must be a multiple of `batch_size`, the
-    rows of the compiled program over all chips.
+    At most one shard of each kind is shorter. `images_per_shard` must be a multiple of `batch_size`, the rows of the
+    compiled program over all chips.
     """
 
-    def __init__(self, batch_size: int, images_per_shard: int):
+    def __init__(self, batch_size: int, images_per_shard: int, sampler: SchedulerConfig):
         super().__init__()
         if batch_size < 1 or images_per_shard < 1 or images_per_shard % batch_size:
             raise ValueError(f"images_per_shard ({images_per_shard}) must be a multiple of the batch of {batch_size}")
         self._batch_size = batch_size
         self._images_per_shard = images_per_shard
+        self._sampler = sampler
 
     def expand(self, requests):
+        pack = PackByBucket(partial(_bucket, sampler=self._sampler))
         buckets = (
             requests
-            | "Pack" >> beam.ParDo(PackByBucket(_bucket)).with_output_types(tuple[tuple[int, int, int], bytes])
+            | "Pack" >> beam.ParDo(pack).with_output_types(tuple[tuple[Kind, int], bytes])
             | "Buckets" >> beam.GroupByKey()
             | "CutBuckets"
             >> beam.ParDo(_CutBucket(self._images_per_shard))
@@ -45,9 +53,9 @@ class GroupIntoShards(beam.PTransform):
         )
         rest = (
             buckets.rest
-            | "BySize" >> beam.Map(_by_size)
-            | "Sizes" >> beam.GroupByKey()
-            | "CutSizes" >> beam.FlatMap(_cut_sizes, self._images_per_shard)
+            | "ByKind" >> beam.Map(_by_kind, self._sampler)
+            | "Kinds" >> beam.GroupByKey()
+            | "CutKinds" >> beam.FlatMap(_cut_kinds, self._images_per_shard)
         )
         return (
             (buckets.shards, rest)
@@ -59,17 +67,21 @@ class GroupIntoShards(beam.PTransform):
         )
 
 
-def _by_size(request: ImageRequest):
-    return (request.width, request.height), request
+def _kind(request: ImageRequest, sampler: SchedulerConfig) -> Kind:
+    return request.width, request.height, *guided(request, sampler)
 
 
-def _cut_sizes(group: tuple[tuple[int, int], Iterable[ImageRequest]], length: int) -> Iterable[Shard]:
+def _by_kind(request: ImageRequest, sampler: SchedulerConfig) -> tuple[Kind, ImageRequest]:
+    return _kind(request, sampler), request
+
+
+def _cut_kinds(group: tuple[Kind, Iterable[ImageRequest]], length: int) -> Iterable[Shard]:
     return _cut(group[1], length)
 
 
-def _bucket(request: ImageRequest) -> tuple[int, int, int]:
+def _bucket(request: ImageRequest, sampler: SchedulerConfig) -> tuple[Kind, int]:
     # A key is a hash already, so its first digits are spread evenly.
-    return request.width, request.height, int(request.key[:8], 16) % _BUCKETS
+    return _kind(request, sampler), int(request.key[:8], 16) % _BUCKETS
 
 
 def _cut(group: Iterable[ImageRequest], length: int) -> Iterator[Shard]:

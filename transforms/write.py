@@ -202,7 +202,7 @@ def _match(shard: Shard, results: Sequence[ImageResult]) -> list[tuple[ImageRequ
 
 def _reject_row(request: ImageRequest, result: ImageResult) -> dict[str, object]:
     place = (request.source, request.position, request.id)
-    values = dataclasses.asdict(request)
+    values = {**vars(request), **request.settings.chosen}
     fields = {name: values[name] for name in FIELDS if values.get(name) is not None}
     record = PromptRecord(*place, request.prompt, fields, request.extra).as_input()
     reject = Reject(*place, "generate", str(result.reject_reason), record)

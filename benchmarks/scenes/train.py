@@ -404,7 +404,7 @@ def report_reading(encoders: TextEncoders, root: Path) -> None:
     """Prints the share of held-out captions whose every answer can be read off."""
     captions = scenes.held_out_captions(1000, seed=2)
     described = np.array([scenes.description(text) for text in captions])
-    _, pooled = encoders(tokenize(root, captions)[:, :, :CAPTION_LENGTH])
+    _, pooled = encoders(jnp.asarray(tokenize(root, captions)[:, :, :CAPTION_LENGTH]))
     read = np.stack([np.asarray(logits.argmax(-1)) for logits in answers(encoders.pooled_reader, pooled)], axis=-1)
     print(f"captions wholly understood: {np.mean((read == described).all(-1)):.1%}", flush=True)
 

@@ -19,9 +19,10 @@ from model_handlers.samplers.karras import (
 )
 from model_handlers.samplers.multistep import DPMSolverMultistepConfig, UniPCMultistepConfig, dpm_solver, unipc
 from model_handlers.samplers.schedules import SchedulerConfig, Steps, alphas_cumprod
-from model_handlers.samplers.tables import NOISE, SLOTS, Tables, advance
+from model_handlers.samplers.tables import MAX_EVALUATIONS, NOISE, SLOTS, Tables, advance
 
 __all__ = [
+    "MAX_EVALUATIONS",
     "NOISE",
     "SAMPLERS",
     "SLOTS",
@@ -93,4 +94,10 @@ def tables(config: SchedulerConfig, steps: Steps) -> Tables:
             takers = [other for other in SAMPLERS if field.name in SAMPLERS[other].takes]
             raise ConfigError(f"{name} does not take {field.name}, only {', '.join(takers)}")
     with np.errstate(all="ignore"):  # what is not finite is refused by name
-        return SAMPLERS[name].make_tables(config, steps)
+        made = SAMPLERS[name].make_tables(config, steps)
+    if len(made) > MAX_EVALUATIONS:
+        raise ConfigError(
+            f"num_inference_steps={steps.num_inference_steps} takes {len(made)} evaluations of the network with "
+            f"{name}, more than {MAX_EVALUATIONS}"
+        )
+    return made

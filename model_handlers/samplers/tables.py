@@ -6,14 +6,21 @@ the basis vectors below, in float64, and the device applies the matrices without
 Axes: B batch, E evaluations of the network, K slots, h and w latents.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 
 from model_handlers.config import ConfigError
 
+if TYPE_CHECKING:  # the graph, which plans with these tables, runs without JAX
+    import jax
+
+# Length of the tables on the device, which is part of the program's shape.
+MAX_EVALUATIONS = 1000
 SLOTS = 4
 # A linear combination of the slots, the network's output and noise: coefficients (K + 2,).
 Vector = np.ndarray

@@ -2,12 +2,13 @@
 
 Sources: Rombach et al. 2022 (versions 1 and 2), Podell et al. 2023 (XL); results follow diffusers'
 StableDiffusionPipeline and StableDiffusionXLPipeline.
-Axes: B batch, T text tokens, X text channels, P pooled channels, h and w latents, H and W pixels, E evaluations of the
-UNet, K slots of a sampler.
+Axes: B batch, W windows of T text tokens, X text channels, P pooled channels, h and w latents, H and W pixels, E
+evaluations of the UNet, K slots of a sampler.
 """
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from model_handlers import checkpoint, lora, samplers
+from model_handlers import checkpoint, lora, samplers, sampling
 from model_handlers.checkpoint import Description
 from model_handlers.config import ConfigError
 from model_handlers.lora import Adapter, Targets
 from model_handlers.recipe import ImageRequest
-from model_handlers.samplers import SchedulerConfig, Steps, Tables
+from model_handlers.samplers import MAX_EVALUATIONS, SchedulerConfig
 from model_handlers.stable_diffusion import original
 from model_handlers.stable_diffusion.text import CLIPTextModel, TextConfig
 from model_handlers.stable_diffusion.tokens import Tokenizer, Tokens
@@ -30,19 +31,20 @@ from model_handlers.stable_diffusion.unet import UNet2DConditionModel, UNetConfi
 from model_handlers.stable_diffusion.vae import AutoencoderKL, VAEConfig
 
 NETWORKS = ("text_encoder", "text_encoder_2", "unet", "vae")
-# Length of the sampling tables, which is part of the program's shape.
-MAX_EVALUATIONS = 1000
 
 
 class Inputs(NamedTuple):
     """Everything about a batch, as data: no value in it is part of the compiled program.
 
     Attributes:
-      ids, negative_ids: int32 (1 or 2, B, T), for each text encoder.
+      ids, negative_ids: int32 (1 or 2, B, W, T), for each text encoder.
+      num_windows: int32 (B,), of the W, how many there are for a row.
+      clip_skip: int32 (B,), layers of theirs that the prompt leaves out beyond the usual one.
       no_negative: bool (B,), whether the row has no negative prompt and the checkpoint wants zeros for it.
       seeds: uint32 (B, 2), the high and the low half of a seed.
-      time_ids: float32 (B, 6), original size, crop and target size in pixels, each (height, width).
-      guidance_scale: float32 (B,); up to 1 means no guidance.
+      time_ids, negative_time_ids: float32 (B, 6), original size, crop and target size in pixels, each (height, width).
+      guidance_scale, guidance_rescale: float32 (B,).
+      guided: int32 (B, 2), the evaluations between which there is guidance, the same in every row; see `sampling`.
       num_evaluations: int32 (B,). Each row has its own tables, and what lies behind its last evaluation has no effect.
       timesteps, input_scale: float32 (B, E); updates: float32 (B, E, K, K + 2); init_noise_sigma: float32 (B,); see
         `samplers.Tables`.
@@ -50,10 +52,15 @@ class Inputs(NamedTuple):
 
     ids: Any
     negative_ids: Any
+    num_windows: Any
+    clip_skip: Any
     no_negative: Any
     seeds: Any
     time_ids: Any
+    negative_time_ids: Any
     guidance_scale: Any
+    guidance_rescale: Any
+    guided: Any
     num_evaluations: Any
     timesteps: Any
     input_scale: Any
@@ -67,22 +74,33 @@ class Loop(NamedTuple):
     Attributes:
       num_evaluations: int32 ().
       noisy: bool (E,), whether some row gets fresh noise at an evaluation.
+      guided: bool (E,), whether an evaluation is made with the negative prompt too.
     """
 
     num_evaluations: Any
     noisy: Any
+    guided: Any
 
     @classmethod
     def of(cls, inputs: Inputs) -> "Loop":
-        return cls(inputs.num_evaluations.max(), inputs.updates[..., samplers.NOISE > 0].any((0, 2, 3)))
+        (start, stop), evaluation = inputs.guided[0], np.arange(MAX_EVALUATIONS)
+        return cls(
+            inputs.num_evaluations.max(),
+            inputs.updates[..., samplers.NOISE > 0].any((0, 2, 3)),
+            (start <= evaluation) & (evaluation < stop),
+        )
 
 
 class Conditioning(NamedTuple):
-    """What the UNet is told beside latents and time: text (B, T, X), and in XL pooled (B, P), time_ids (B, 6)."""
+    """What the UNet is told beside latents and time.
+
+    Text (B, W * T, X); in XL pooled (B, P) and time_ids (B, 6); and text_mask (B, W * T) if W is more than 1.
+    """
 
     text: jax.Array
     pooled: jax.Array | None
     time_ids: jax.Array | None
+    text_mask: jax.Array | None = None
 
 
 class Networks(nnx.Module):
@@ -124,6 +142,10 @@ class Configs(NamedTuple):
             return kind.read(checkpoint.read_json(path), str(path))
 
         index = checkpoint.read_json(root / "model_index.json")
+        force_zeros = index.get("force_zeros_for_empty_prompt", True)
+        if force_zeros not in (True, False, None):
+            where = root / "model_index.json"
+            raise ConfigError(f"{where}: force_zeros_for_empty_prompt={force_zeros!r} is neither true nor false")
         path = root / "scheduler/scheduler_config.json"
         options = checkpoint.read_json(path)
         xl = "XL" in str(index.get("_class_name"))
@@ -137,7 +159,7 @@ class Configs(NamedTuple):
             config(UNetConfig, "unet/config.json"),
             config(VAEConfig, "vae/config.json"),
             samplers.read(scheduler or own, options, str(path), json.loads(scheduler_options)),
-            xl and index.get("force_zeros_for_empty_prompt", True),
+            xl and bool(force_zeros),
         )
 
     @property
@@ -146,16 +168,28 @@ class Configs(NamedTuple):
         return [name for name in NETWORKS if getattr(self, name) is not None]
 
 
-def embed_prompts(networks: Networks, ids: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Token ids (1 or 2, B, T) to the text (B, T, X) and, in XL, the pooled (B, P) of the second encoder.
+def embed_prompts(networks: Networks, ids: jax.Array, clip_skip: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Token ids (1 or 2, B, W, T) to the text (B, W * T, X) and, in XL, the pooled (B, P) of the second encoder.
 
-    XL reads the last but one layer of both encoders, side by side; versions 1 and 2 the last of their one, normed.
+    XL reads the last but one layer of both encoders, side by side, versions 1 and 2 the last of their one, normed; with
+    clip_skip (B,) an earlier one. Each window is read by itself, their states are laid end to end, and the pooled one
+    is that of the first window.
     """
-    states_1, _ = networks.text_encoder(ids[0])
+    encoders, batch, windows, length = ids.shape
+    rows, skip = ids.reshape(encoders, batch * windows, length), jnp.repeat(clip_skip, windows)
+    states_1, _ = networks.text_encoder(rows[0])
     if networks.text_encoder_2 is None:
-        return networks.text_encoder.text_model.final_layer_norm(states_1[-1]), None
-    states_2, pooled = networks.text_encoder_2(ids[1])
-    return jnp.concatenate([states_1[-2], states_2[-2]], axis=-1), pooled
+        text = networks.text_encoder.text_model.final_layer_norm(_layer(states_1, skip))
+        return text.reshape(batch, windows * length, -1), None
+    states_2, pooled = networks.text_encoder_2(rows[1])
+    text = jnp.concatenate([_layer(states_1, skip + 1), _layer(states_2, skip + 1)], axis=-1)
+    return text.reshape(batch, windows * length, -1), pooled.reshape(batch, windows, -1)[:, 0]
+
+
+def _layer(states: jax.Array, skip: jax.Array) -> jax.Array:
+    """Of all hidden states (L + 1, B, T, C), those (B, T, C) of the layer that each row's skip (B,) leaves last."""
+    layer = len(states) - 1 - skip
+    return jnp.take_along_axis(states, layer[None, :, None, None], axis=0)[0]
 
 
 def embed_guidance(networks: Networks, inputs: Inputs) -> Conditioning:
@@ -163,15 +197,21 @@ def embed_guidance(networks: Networks, inputs: Inputs) -> Conditioning:
 
     Side by side, the two stay on one chip when the batch is divided.
     """
-    text, pooled = embed_prompts(networks, inputs.ids)
-    negative_text, negative_pooled = embed_prompts(networks, inputs.negative_ids)
+    text, pooled = embed_prompts(networks, inputs.ids, inputs.clip_skip)
+    # The reference leaves out layers for the prompt only.
+    negative_text, negative_pooled = embed_prompts(networks, inputs.negative_ids, jnp.zeros_like(inputs.clip_skip))
+    _, _, windows, length = inputs.ids.shape
+    text_mask = None
+    if windows > 1:
+        text_mask = jnp.arange(windows * length) < jnp.repeat(inputs.num_windows, 2)[:, None] * length
     if pooled is None or negative_pooled is None:
-        return Conditioning(_interleave(negative_text, text), None, None)
+        return Conditioning(_interleave(negative_text, text), None, None, text_mask)
     keep = ~inputs.no_negative
     return Conditioning(
         _interleave(negative_text * keep[:, None, None], text),
         _interleave(negative_pooled * keep[:, None], pooled),
-        jnp.repeat(inputs.time_ids, 2, axis=0),
+        _interleave(inputs.negative_time_ids, inputs.time_ids),
+        text_mask,
     )
 
 
@@ -196,7 +236,8 @@ def denoise(
             slots[:, 0] * _per_row(inputs.input_scale[:, i]),
             inputs.timesteps[:, i],
             conditioning,
-            inputs.guidance_scale,
+            inputs,
+            loop.guided[i],
         )
         noise = jax.lax.cond(
             loop.noisy[i],
@@ -215,13 +256,32 @@ def predict(
     latents: jax.Array,
     timesteps: jax.Array,
     conditioning: Conditioning,
-    guidance_scale: jax.Array,
+    inputs: Inputs,
+    guided: jax.Array,
 ) -> jax.Array:
-    """The UNet's output (B, h, w, 4) with guidance, for latents (B, h, w, 4), timesteps and guidance scales (B,)."""
-    outputs = networks.unet(jnp.repeat(latents, 2, axis=0), jnp.repeat(timesteps, 2), *conditioning)
-    without, with_prompt = outputs[0::2].astype(jnp.float32), outputs[1::2].astype(jnp.float32)
-    scale = _per_row(guidance_scale)
-    return jnp.where(scale > 1, without + scale * (with_prompt - without), with_prompt)
+    """The UNet's output (B, h, w, 4) for latents (B, h, w, 4) and timesteps (B,), by two evaluations if guided ()."""
+
+    def with_guidance() -> jax.Array:
+        outputs = networks.unet(jnp.repeat(latents, 2, axis=0), jnp.repeat(timesteps, 2), *conditioning)
+        without, with_prompt = outputs[0::2].astype(jnp.float32), outputs[1::2].astype(jnp.float32)
+        mixed = without + _per_row(inputs.guidance_scale) * (with_prompt - without)
+        return rescaled(mixed, with_prompt, _per_row(inputs.guidance_rescale))
+
+    def without_guidance() -> jax.Array:
+        prompts = jax.tree.map(lambda rows: rows[1::2], conditioning)
+        return networks.unet(latents, timesteps, *prompts).astype(jnp.float32)
+
+    return jax.lax.cond(guided, with_guidance, without_guidance)
+
+
+def rescaled(mixed: jax.Array, with_prompt: jax.Array, share: jax.Array) -> jax.Array:
+    """Guided outputs (B, h, w, 4), by a `share` of (B, 1, 1, 1) with the spread of those that the prompt alone gives.
+
+    Lin et al. 2024, section 3.4.
+    """
+    spread, wanted = (outputs.std((1, 2, 3), keepdims=True) for outputs in (mixed, with_prompt))
+    # Where nothing is to be rescaled, nothing can be divided by zero either.
+    return jnp.where(share > 0, share * (mixed * (wanted / spread)) + (1 - share) * mixed, mixed)
 
 
 def decode(networks: Networks, latents: jax.Array) -> jax.Array:
@@ -262,8 +322,17 @@ class StableDiffusionXL:
         """
         configs = Configs.read(root, scheduler, scheduler_options)
         scale = configs.vae.scale
-        family = "StableDiffusionXLPipeline" if configs.text_encoder_2 else "StableDiffusionPipeline"
-        return Description(family, samplers.name_of(configs.scheduler), scale, configs.unet.sample_size * scale)
+        xl = configs.text_encoder_2 is not None
+        encoders = [encoder for encoder in (configs.text_encoder, configs.text_encoder_2) if encoder]
+        layers = min(encoder.num_hidden_layers for encoder in encoders)
+        return Description(
+            "StableDiffusionXLPipeline" if xl else "StableDiffusionPipeline",
+            samplers.name_of(configs.scheduler),
+            scale,
+            configs.unet.sample_size * scale,
+            max_clip_skip=layers - 1 if xl else layers,
+            sampler=configs.scheduler,
+        )
 
     @classmethod
     def check(
@@ -292,6 +361,7 @@ class StableDiffusionXL:
         *,
         scheduler: str,
         scheduler_options: str = "{}",
+        prompt_windows: int = 1,
         dtype: jax.typing.DTypeLike,
         sharding: jax.sharding.Sharding | None = None,
         variant: str | None = None,
@@ -302,7 +372,7 @@ class StableDiffusionXL:
         Raises:
           CheckpointError, ConfigError: it does not fit; the message names the file and what is wrong.
         """
-        configs, tokenizers, networks = _outline(root, dtype, scheduler, scheduler_options)
+        configs, tokenizers, networks = _outline(root, dtype, scheduler, scheduler_options, prompt_windows)
         changes = lora.changes(adapters, _lora_targets(configs, networks)) if adapters else {}
         for name in configs.networks:
             change = partial(lora.merge, changes, name)
@@ -310,12 +380,23 @@ class StableDiffusionXL:
         return cls(configs, networks, tokenizers)
 
     def prepare(self, requests: Sequence[ImageRequest]) -> tuple[Inputs, list[Tokens]]:
-        """The host's part of a batch: inputs of `generate`, and the tokens of encoder 1 for each prompt."""
-        prompts = [request.prompt for request in requests]
-        negatives = [request.negative_prompt or "" for request in requests]
-        tokens = [tokenizer(prompts) for tokenizer in self._tokenizers]
+        """The host's part of a batch: inputs of `generate`, and the tokens of encoder 1 for each prompt.
+
+        Raises:
+          ConfigError: the sampler has no schedule for a request.
+          ValueError: the requests are not guided at the same evaluations, see `sampling`.
+        """
+        guided, *others = {sampling.guided(request, self.configs.scheduler) for request in requests}
+        if others:
+            raise ValueError(f"requests that are guided at other evaluations in one batch: {sorted([guided, *others])}")
+        tokens = self._tokenize([(r.prompt, r.settings.prompt_2 or r.prompt) for r in requests])
+        negatives = [(r.negative_prompt or "", r.settings.negative_prompt_2) for r in requests]
+        negative_tokens = self._tokenize([(negative, negative_2 or negative) for negative, negative_2 in negatives])
+        # Both prompts get the same number of windows, as elsewhere; without guidance nothing reads the negative one.
+        read = tokens if guided == sampling.NEVER else [*tokens, *negative_tokens]
+        num_windows = [max(text.windows for text in texts) for texts in zip(*read, strict=True)]
         zeros = self.configs.force_zeros_for_empty_prompt
-        tables = [self._tables(request) for request in requests]
+        tables = [sampling.tables_of(r.num_inference_steps, r.settings, self.configs.scheduler) for r in requests]
 
         def padded(values: Sequence[np.ndarray]) -> np.ndarray:
             stacked = np.zeros((len(values), MAX_EVALUATIONS, *values[0].shape[1:]), np.float32)
@@ -325,39 +406,40 @@ class StableDiffusionXL:
 
         inputs = Inputs(
             ids=_stack_ids(tokens),
-            negative_ids=_stack_ids([tokenizer(negatives) for tokenizer in self._tokenizers]),
+            negative_ids=_stack_ids(negative_tokens),
+            num_windows=np.array(num_windows, np.int32),
+            clip_skip=np.array([request.settings.clip_skip for request in requests], np.int32),
             no_negative=np.array([zeros and request.negative_prompt is None for request in requests]),
             seeds=np.array([divmod(request.seed, 2**32) for request in requests], np.uint32),
-            time_ids=np.array(
-                [(*r.original_size, *r.crops_coords_top_left, *r.target_size) for r in requests], np.float32
-            ),
+            time_ids=np.array([_time_ids(request) for request in requests], np.float32),
+            negative_time_ids=np.array([_negative_time_ids(request) for request in requests], np.float32),
             guidance_scale=np.array([request.guidance_scale for request in requests], np.float32),
+            guidance_rescale=np.array([request.settings.guidance_rescale for request in requests], np.float32),
+            guided=np.array([guided] * len(requests), np.int32),
             num_evaluations=np.array([len(table) for table in tables], np.int32),
             timesteps=padded([table.timesteps for table in tables]),
             input_scale=padded([table.input_scale for table in tables]),
             updates=padded([table.updates for table in tables]),
             init_noise_sigma=np.array([table.init_noise_sigma for table in tables], np.float32),
         )
-        return inputs, tokens[0]
+        cut = [any(prompt.truncated for prompt in each) for each in zip(*tokens, strict=True)]
+        return inputs, [replace(first, truncated=any_cut) for first, any_cut in zip(tokens[0], cut, strict=True)]
 
-    def _tables(self, request: ImageRequest) -> Tables:
-        steps = Steps(request.num_inference_steps)
-        tables = samplers.tables(self.configs.scheduler, steps)
-        if len(tables) > MAX_EVALUATIONS:
-            raise ConfigError(
-                f"num_inference_steps={steps.num_inference_steps} takes {len(tables)} evaluations of the network with "
-                f"{samplers.name_of(self.configs.scheduler)}, more than {MAX_EVALUATIONS}"
-            )
-        return tables
+    def _tokenize(self, prompts: Sequence[tuple[str, str]]) -> list[list[Tokens]]:
+        """For each encoder, the tokens of its prompt of each pair."""
+        # A checkpoint of one encoder has no use for the second of a pair.
+        return [
+            tokenizer(texts) for tokenizer, texts in zip(self._tokenizers, zip(*prompts, strict=True), strict=False)
+        ]
 
 
 def _outline(
-    root: Path, dtype: jax.typing.DTypeLike, scheduler: str | None, scheduler_options: str
+    root: Path, dtype: jax.typing.DTypeLike, scheduler: str | None, scheduler_options: str, prompt_windows: int = 1
 ) -> tuple[Configs, list[Tokenizer], Networks]:
     """The parts of a checkpoint with abstract weights: shapes and dtypes only."""
     configs = Configs.read(root, scheduler, scheduler_options)
     tokenizers = [
-        Tokenizer(root / folder, config.vocab_size, config.max_position_embeddings)
+        Tokenizer(root / folder, config.vocab_size, config.max_position_embeddings, prompt_windows)
         for folder, config in (("tokenizer", configs.text_encoder), ("tokenizer_2", configs.text_encoder_2))
         if config
     ]
@@ -406,6 +488,17 @@ def _per_row(values: jax.Array) -> jax.Array:
 def _interleave(first: jax.Array, second: jax.Array) -> jax.Array:
     """(B, ...) and (B, ...) to (2B, ...): first[0], second[0], first[1], ..."""
     return jnp.stack([first, second], axis=1).reshape(-1, *first.shape[1:])
+
+
+def _time_ids(request: ImageRequest) -> tuple[int, ...]:
+    return *request.original_size, *request.crops_coords_top_left, *request.target_size
+
+
+def _negative_time_ids(request: ImageRequest) -> tuple[int, ...]:
+    sizes = request.settings.negative_original_size, request.settings.negative_target_size
+    if sizes[0] is None or sizes[1] is None:
+        return _time_ids(request)
+    return *sizes[0], *request.settings.negative_crops_coords_top_left, *sizes[1]
 
 
 def _stack_ids(tokens: Sequence[Sequence[Tokens]]) -> np.ndarray:

@@ -1,4 +1,7 @@
-"""Prompts to token ids, with CLIP's tokenizer from transformers."""
+"""Prompts to token ids, with CLIP's tokenizer from transformers.
+
+Axes: W windows, T tokens of a window.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,28 +19,35 @@ class Tokens:
     """One prompt as a text encoder reads it.
 
     Attributes:
-      ids: int32 (max_length,), begin and end of text included, padded.
+      ids: int32 (W, T), each window with begin and end of text, padded; what lies behind the prompt is empty windows.
       count: tokens of the whole prompt, begin and end included.
       truncated: whether ids hold less than the whole prompt.
+      windows: how many of the W hold some of the prompt, at least 1.
       unknown_words: words that the vocabulary has no pieces for, so that they are mostly spelled in single bytes.
     """
 
     ids: np.ndarray
     count: int
     truncated: bool
+    windows: int
     unknown_words: int
 
 
 class Tokenizer:
-    """CLIP's byte-pair encoding, cut and padded to the encoder's length as the reference does."""
+    """CLIP's byte-pair encoding, in windows of the encoder's length.
 
-    def __init__(self, folder: Path, vocab_size: int, max_length: int):
+    In one window, a prompt is cut and padded as the reference does. In several, its tokens are split wherever a window
+    is full, so for CLIP into runs of 75.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, max_length: int, windows: int = 1):
         """Loads the tokenizer of a checkpoint.
 
         Args:
           folder: with vocab.json and merges.txt, or with tokenizer.json, all that transformers 5 saves.
           vocab_size: rows of the text encoder's embedding table.
           max_length: positions of the text encoder.
+          windows: how many of that length a prompt may take.
 
         Raises:
           CheckpointError: the folder has no vocabulary, or one that the text encoder does not know.
@@ -57,6 +67,7 @@ class Tokenizer:
                 f"{folder}: {len(self._tokenizer)} tokens, but the text encoder's vocab_size is {vocab_size}"
             )
         self._max_length = max_length
+        self._windows = windows
 
     def __call__(self, prompts: Sequence[str]) -> list[Tokens]:
         # verbose=False: that a prompt is longer than the encoder is said by `truncated`, not by a warning.
@@ -64,11 +75,20 @@ class Tokenizer:
         return [self._fit(encoding) for encoding in encoded.encodings]
 
     def _fit(self, encoding: Encoding) -> Tokens:
-        ids = encoding.ids
-        end, pad = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
-        truncated = len(ids) > self._max_length
-        kept = [*ids[: self._max_length - 1], end] if truncated else ids + [pad] * (self._max_length - len(ids))
-        return Tokens(np.array(kept, np.int32), len(ids), truncated, _unknown_words(encoding))
+        begin, *words, end = encoding.ids
+        room = self._max_length - 2
+        windows = np.full((self._windows, self._max_length), self._tokenizer.pad_token_id, np.int32)
+        for i, window in enumerate(windows):
+            kept = words[i * room : (i + 1) * room]
+            window[: len(kept) + 2] = begin, *kept, end
+        wanted = max(1, -(-len(words) // room))
+        return Tokens(
+            windows,
+            len(encoding.ids),
+            truncated=wanted > self._windows,
+            windows=min(wanted, self._windows),
+            unknown_words=_unknown_words(encoding),
+        )
 
 
 def _unknown_words(encoding: Encoding) -> int:

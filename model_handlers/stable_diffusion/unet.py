@@ -7,7 +7,7 @@ Axes: B batch, h and w latents, C channels, T text tokens, X channels of the tex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +100,13 @@ class UNetConfig(Config):
         return self.per_level("attention_head_dim" if self.num_attention_heads is None else "num_attention_heads")
 
 
+class Text(NamedTuple):
+    """What is attended to: the text encoders' hidden states (B, T, X), and which of the T there are, None for all."""
+
+    states: jax.Array
+    mask: jax.Array | None = None
+
+
 def sinusoids(positions: jax.Array, channels: int) -> jax.Array:
     """Embeds numbers (...) as cosines, then sines, of geometric frequencies: (..., channels), float32."""
     half = channels // 2
@@ -125,8 +132,9 @@ class CrossAttention(nnx.Module):
         self.to_v = nnx.Linear(context_channels, channels, use_bias=False, rngs=rngs, **dtypes)
         self.to_out = nnx.List([nnx.Linear(channels, channels, rngs=rngs, **dtypes)])
 
-    def __call__(self, x: jax.Array, context: jax.Array) -> jax.Array:
-        return self.to_out[0](attention(self.to_q(x), self.to_k(context), self.to_v(context), self.num_heads))
+    def __call__(self, x: jax.Array, context: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        mixed = attention(self.to_q(x), self.to_k(context), self.to_v(context), self.num_heads, mask=mask)
+        return self.to_out[0](mixed)
 
 
 class GatedProjection(nnx.Module):
@@ -168,10 +176,10 @@ class TransformerBlock(nnx.Module):
         self.norm3 = nnx.LayerNorm(channels, **norm)
         self.ff = FeedForward(channels, rngs=rngs, **dtypes)
 
-    def __call__(self, x: jax.Array, text: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, text: Text) -> jax.Array:
         normed = self.norm1(x)
         x = x + self.attn1(normed, normed)
-        x = x + self.attn2(self.norm2(x), text)
+        x = x + self.attn2(self.norm2(x), text.states, text.mask)
         return x + self.ff(self.norm3(x))
 
 
@@ -188,7 +196,7 @@ class SpatialTransformer(nnx.Module):
             num_layers, lambda rngs: TransformerBlock(channels, context, num_heads, rngs=rngs, **dtypes), rngs
         )
 
-    def __call__(self, x: jax.Array, text: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, text: Text) -> jax.Array:
         batch, height, width, channels = x.shape
         y = self.proj_in(self.norm(x)).reshape(batch, height * width, channels)
         y, _ = self.transformer_blocks(y, text)
@@ -214,7 +222,7 @@ class Level(nnx.Module):
             [_transformer(level, config, rngs=rngs, **dtypes) for _ in in_channels] if attentions else []
         )
 
-    def layer(self, i: int, x: jax.Array, time: jax.Array, text: jax.Array) -> jax.Array:
+    def layer(self, i: int, x: jax.Array, time: jax.Array, text: Text) -> jax.Array:
         x = self.resnets[i](x, time)
         return self.attentions[i](x, text) if len(self.attentions) else x
 
@@ -232,7 +240,7 @@ class DownLevel(Level):
             [] if last else [Downsample(channels, padding=((1, 1), (1, 1)), rngs=rngs, **dtypes)]
         )
 
-    def __call__(self, x: jax.Array, time: jax.Array, text: jax.Array) -> Iterable[jax.Array]:
+    def __call__(self, x: jax.Array, time: jax.Array, text: Text) -> Iterable[jax.Array]:
         """Yields the output of every layer: each is the skip of a layer on the way up."""
         for i in range(len(self.resnets)):
             x = self.layer(i, x, time, text)
@@ -257,7 +265,7 @@ class UpLevel(Level):
         super().__init__(in_channels, channels, attentions, level, config, rngs=rngs, **dtypes)
         self.upsamplers = nnx.List([Upsample(channels, rngs=rngs, **dtypes)] if level else [])
 
-    def __call__(self, x: jax.Array, skips: list[jax.Array], time: jax.Array, text: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, skips: list[jax.Array], time: jax.Array, text: Text) -> jax.Array:
         """Consumes its skips from the end of the list."""
         for i in range(len(self.resnets)):
             x = self.layer(i, jnp.concatenate([x, skips.pop()], axis=-1), time, text)
@@ -274,7 +282,7 @@ class MidBlock(nnx.Module):
         self.resnets = nnx.List([_resnet(channels, channels, config, rngs=rngs, **dtypes) for _ in range(2)])
         self.attentions = nnx.List([_transformer(level, config, rngs=rngs, **dtypes)])
 
-    def __call__(self, x: jax.Array, time: jax.Array, text: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, time: jax.Array, text: Text) -> jax.Array:
         x = self.attentions[0](self.resnets[0](x, time), text)
         return self.resnets[1](x, time)
 
@@ -306,6 +314,7 @@ class UNet2DConditionModel(nnx.Module):
         text: jax.Array,
         pooled: jax.Array | None = None,
         time_ids: jax.Array | None = None,
+        text_mask: jax.Array | None = None,
     ) -> jax.Array:
         """One evaluation of the network.
 
@@ -315,6 +324,7 @@ class UNet2DConditionModel(nnx.Module):
           text: (B, T, X), the text encoders' hidden states.
           pooled: (B, P), the pooled text embedding; only with addition_embed_type "text_time".
           time_ids: (B, 6), original size, crop and target size in pixels, each (height, width); likewise.
+          text_mask: bool (B, T), which of the hidden states are attended to; None for all.
 
         Returns:
           (B, h, w, out_channels).
@@ -326,13 +336,14 @@ class UNet2DConditionModel(nnx.Module):
             sizes = sinusoids(time_ids, self.config.addition_time_embed_dim)
             sizes = sizes.reshape(len(time_ids), -1).astype(pooled.dtype)
             time = time + self.add_embedding(jnp.concatenate([pooled, sizes], axis=-1))
+        context = Text(text, text_mask)
         x = self.conv_in(latents)
         skips = [x]
         for down in self.down_blocks:
-            skips.extend(down(skips[-1], time, text))
-        x = self.mid_block(skips[-1], time, text)
+            skips.extend(down(skips[-1], time, context))
+        x = self.mid_block(skips[-1], time, context)
         for up in self.up_blocks:
-            x = up(x, skips, time, text)
+            x = up(x, skips, time, context)
         return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))
 
     def from_original(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

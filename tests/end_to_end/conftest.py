@@ -12,7 +12,7 @@ from tests.end_to_end import command
 from tests.fakes import write_jsonl
 
 PROMPTS = ("a red circle left of a blue square", "a green star", "a purple triangle above a black square", "")
-# Of every kind: with and without seed, negative prompt, guidance; different numbers of steps side by side.
+# Of every kind: with and without seed, negative prompt, guidance and its interval; different steps side by side.
 RECORDS = [
     {
         "id": f"r{number}",
@@ -21,6 +21,7 @@ RECORDS = [
         **({"negative_prompt": ["", "a zebra"][number % 2]} if number % 4 > 1 else {}),
         **({"guidance_scale": [0, 1, 7.5][number % 3]} if number % 5 else {}),
         **({"num_inference_steps": 1 + number % 4} if number % 2 else {}),
+        **({"guidance_interval": [0.5, 20]} if number % 7 == 2 else {}),
     }
     for number in range(22)
 ]

@@ -67,6 +67,14 @@ def test_an_input_that_cannot_be_read_is_named(name, content, complaint, refused
         ("--dtype=float16", "--dtype: invalid choice: 'float16'"),
         ("--scheduler=DDIMScheduler2", "scheduler DDIMScheduler2 is not supported; --scheduler takes"),
         ("--checkpoint=no/such/folder", "no/such/folder: no such folder; --checkpoint takes a folder, gs://"),
+        ("--eta=0.5", "no picture can be made: EulerDiscreteScheduler does not take eta, only DDIMScheduler, TCD"),
+        ("--clip_skip=2", "no picture can be made: clip_skip must be from 0 to 1, not 2"),
+        (
+            "--timesteps=999,499,1",
+            "num_inference_steps is 2, but timesteps or sigmas are for 3",
+        ),
+        ("--guidance_interval=5", "--guidance_interval: guidance_interval must be two numbers, such as 0.28,5.42"),
+        ("--prompt_windows=3", "--prompt_windows needs --long_prompts=chunk"),
         ("--variant=fp16", "no weights (diffusion_pytorch_model|model.fp16.safetensors"),
     ],
 )

@@ -23,6 +23,19 @@ CHANGED = {
     "original size": {"original_size": [512, 1024]},
     "crop": {"crops_coords_top_left": [0, 64]},
     "target size": {"target_size": "64x32"},
+    "prompt 2": {"prompt_2": "a blue circle"},
+    "negative prompt 2": {"negative_prompt": "", "negative_prompt_2": "a green star"},
+    "clip skip": {"clip_skip": 1},
+    "guidance rescale": {"guidance_rescale": 0.7},
+    "guidance interval": {"guidance_interval": [1, 20]},
+    "negative sizes": {"negative_original_size": [64, 64], "negative_target_size": [64, 32]},
+    "negative crop": {
+        "negative_original_size": [64, 64],
+        "negative_target_size": [64, 32],
+        "negative_crops_coords_top_left": [0, 64],
+    },
+    "timesteps": {"timesteps": [900, 300]},
+    "sigmas": {"sigmas": [14.0, 2.0, 0.0]},
 }
 
 
@@ -50,6 +63,12 @@ def test_flags_are_the_settings_of_records_that_have_none(generate, tmp_path):
         "--guidance_scale=2.5",
         "--negative_prompt=a zebra",
         "--num_images_per_prompt=2",
+        "--clip_skip=1",
+        "--guidance_rescale=0.7",
+        "--guidance_interval=0.5,20",
+        "--negative_original_size=64,64",
+        "--negative_target_size=64,32",
+        "--negative_crops_coords_top_left=0,8",
         "--seed=5",
         "--scheduler=EulerDiscreteScheduler",
         "--images_per_shard=4",
@@ -76,6 +95,14 @@ def test_flags_are_the_settings_of_records_that_have_none(generate, tmp_path):
         assert {name: row[name] for name in settings} == settings
         assert command.pixels(row["path"]).shape == (16, 24, 3)
         assert json.loads(row["extra"])["prompt"] in ("not this", "nor this")
+        assert json.loads(row["settings"]) == {
+            "clip_skip": 1,
+            "guidance_rescale": 0.7,
+            "guidance_interval": [0.5, 20.0],
+            "negative_original_size": [64, 64],
+            "negative_target_size": [64, 32],
+            "negative_crops_coords_top_left": [0, 8],
+        }
     recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
     settings = {"seed": 5, "per_device_batch_size": 2, "dtype": "bfloat16", "num_inference_steps": 3}
     assert {name: recipe["recipe"][name] for name in settings} == settings
@@ -97,8 +124,24 @@ def test_every_setting_of_a_record_changes_its_picture(what, pictures):
     assert not np.array_equal(pictures[what], pictures["base"])
 
 
+def test_no_two_settings_give_the_same_picture(pictures):
+    different = {what: pictures[what].tobytes() for what in CHANGED}
+    assert len(set(different.values())) == len(CHANGED)
+
+
 def test_guidance_up_to_one_is_none(pictures):
     assert np.array_equal(pictures["guidance 0"], pictures["guidance 1"])
+
+
+def test_a_long_prompt_is_read_to_its_end_in_windows(generate, jsonl, tmp_path):
+    start = "a red circle left of a blue square, " * 10
+    records = jsonl([{"id": end, "prompt": start + end, "seed": 1} for end in ("a green star", "a black ring")])
+    generate(records, tmp_path / "cut")
+    generate(records, tmp_path / "chunk", "--long_prompts=chunk", "--prompt_windows=2")
+    for folder, truncated, pictures in (("cut", True, 1), ("chunk", False, 2)):
+        rows = fakes.rows(tmp_path / folder)
+        assert [row["truncated"] for row in rows] == [truncated] * 2
+        assert len({command.pixels(row["path"]).tobytes() for row in rows}) == pictures
 
 
 def test_the_run_seed_gives_other_pictures_to_records_without_seeds_only(generate, jsonl, expected, tmp_path):

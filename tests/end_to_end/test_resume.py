@@ -45,6 +45,8 @@ def test_an_input_that_grew_makes_only_what_is_new(generate, jsonl, output, expe
         ("--seed=1", "seed was 0 and is 1"),
         ("--per_device_batch_size=2", "per_device_batch_size was 4 and is 2"),
         ("--dtype=bfloat16", "dtype was 'float32' and is 'bfloat16'"),
+        ("--clip_skip=1", "settings was '{}' and is '{\"clip_skip\": 1}'"),
+        ("--long_prompts=chunk", "prompt_windows was 1 and is 4"),
     ],
 )
 def test_a_changed_recipe_is_refused_by_the_name_of_what_changed(flag, named, generate, records_file, finished_output):

@@ -16,7 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 from model_handlers import checkpoint
 from model_handlers.checkpoint import CheckpointError
-from model_handlers.stable_diffusion.model import NETWORKS, StableDiffusionXL
+from model_handlers.config import ConfigError
+from model_handlers.stable_diffusion.model import NETWORKS, Configs, StableDiffusionXL
 from model_handlers.stable_diffusion.tokens import Tokenizer
 from tests import checkpoints
 from tests.parity import cases
@@ -346,3 +347,19 @@ def test_a_feature_extractor_is_no_part_of_the_pipeline(root):
     index["feature_extractor"] = ["transformers", "CLIPImageProcessor"]
     (root / "model_index.json").write_text(json.dumps(index))
     assert checkpoint.identity(root)
+
+
+@pytest.mark.parametrize(("said", "zeros"), [("", True), ("true", True), ("false", False), ("null", False)])
+def test_zeros_for_an_absent_negative_prompt_are_the_default_and_may_be_switched_off(said, zeros, root):
+    index = json.loads((root / "model_index.json").read_text())
+    del index["force_zeros_for_empty_prompt"]
+    index |= {"force_zeros_for_empty_prompt": json.loads(said)} if said else {}
+    (root / "model_index.json").write_text(json.dumps(index))
+    assert Configs.read(root).force_zeros_for_empty_prompt is zeros
+
+
+def test_an_unclear_word_on_zeros_is_refused(root):
+    index = json.loads((root / "model_index.json").read_text())
+    (root / "model_index.json").write_text(json.dumps(index | {"force_zeros_for_empty_prompt": "no"}))
+    with pytest.raises(ConfigError, match=r"model_index\.json: force_zeros_for_empty_prompt='no' is neither true nor"):
+        Configs.read(root)

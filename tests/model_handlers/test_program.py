@@ -3,25 +3,25 @@
 python -m tests.model_handlers.test_program CHECKPOINT prints the digests of `REQUESTS` on 1, 2 and 8 devices.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
-from model_handlers import mesh, samplers
+from model_handlers import mesh, samplers, sampling
 from model_handlers import program as program_module
 from model_handlers.program import CompileError, Programs
-from model_handlers.recipe import ImageRequest
-from model_handlers.samplers import Steps
+from model_handlers.recipe import ImageRequest, Settings
 from model_handlers.stable_diffusion import model as sdxl
 from model_handlers.stable_diffusion.model import StableDiffusionXL
 from tests.checkpoints import TINY
@@ -29,7 +29,15 @@ from tests.checkpoints import TINY
 PER_DEVICE_BATCH_SIZE = 4
 
 
-def ask(seed, prompt="a red circle", negative_prompt=None, steps=3, guidance_scale=5.0, size=(TINY.height, TINY.width)):
+def ask(
+    seed,
+    prompt="a red circle",
+    negative_prompt=None,
+    steps=3,
+    guidance_scale=5.0,
+    size=(TINY.height, TINY.width),
+    **settings,
+):
     height, width = size
     return ImageRequest(
         id=str(seed),
@@ -44,6 +52,7 @@ def ask(seed, prompt="a red circle", negative_prompt=None, steps=3, guidance_sca
         original_size=size,
         crops_coords_top_left=(0, 0),
         target_size=size,
+        settings=Settings(**settings),
     )
 
 
@@ -53,7 +62,7 @@ REQUESTS = [
     ask(5 + 2**32),  # the high half of a seed counts too
     ask(6, negative_prompt="a white moon", steps=1),
     ask(7, negative_prompt="", steps=7),
-    ask(8, guidance_scale=1.0),
+    ask(8, guidance_scale=1.5),
     ask(2**63 - 1, guidance_scale=7.5, steps=2),
     ask(9, prompt="a green star below a yellow ring", steps=4),
 ]
@@ -118,6 +127,70 @@ def test_a_picture_is_the_same_whatever_the_order(programs, digests):
     assert draw_all(programs, REQUESTS[::-1]) == digests[::-1]
 
 
+# Requests that are guided alike share batches; each list here is of one kind, and shares none with `REQUESTS`.
+UNGUIDED = [
+    ask(5, guidance_scale=1.0),
+    ask(6, guidance_scale=0.0, negative_prompt="a zebra", steps=2),
+    ask(7, guidance_scale=0.0, steps=5),
+    ask(8, guidance_interval=(100.0, 200.0)),
+]
+PARTLY_GUIDED = [
+    ask(5, steps=5, guidance_interval=(1.0, 5.0)),
+    ask(6, steps=5, guidance_interval=(0.9, 5.0), guidance_rescale=0.5),
+    ask(7, steps=5, guidance_interval=(1.0, 4.5), guidance_scale=3.0, prompt="a blue square"),
+    ask(8, steps=5, guidance_interval=(1.0, 5.0), negative_prompt="a zebra", negative_prompt_2="a star"),
+]
+
+
+@pytest.mark.parametrize("kind", [UNGUIDED, PARTLY_GUIDED])
+def test_a_picture_is_the_same_alone_and_beside_others_whenever_it_is_guided(kind, programs, digests):
+    found = draw_all(programs, kind)
+    assert len({*found, *digests}) == len(found) + len(digests)
+    assert draw_all(programs, kind[::-1]) == found[::-1]
+    assert [draw_all(programs, [request])[0] for request in kind] == found
+
+
+def test_a_scale_of_0_is_a_scale_of_1_and_neither_looks_at_the_negative_prompt(programs):
+    same = [ask(5, guidance_scale=1.0), ask(5, guidance_scale=0.0), ask(5, guidance_scale=0.5, negative_prompt="a cat")]
+    assert len(set(draw_all(programs, same))) == 1
+
+
+def test_an_interval_of_all_noise_levels_is_none(programs):
+    assert draw_all(programs, [ask(5, guidance_interval=(0.0, 10_000.0))]) == draw_all(programs, [ask(5)])
+
+
+def test_requests_that_are_guided_differently_are_kept_out_of_one_batch(programs):
+    with pytest.raises(ValueError, match=r"\[\(0, 0\), \(0, 1000\)\]"):
+        programs.prepare([REQUESTS[0], UNGUIDED[0]])
+
+
+def rows_evaluated(programs, requests):
+    """How many rows the UNet gets at each evaluation, by a stand-in for it that notes them while the program runs."""
+    rows = []
+
+    def unet(latents, *_):
+        jax.debug.callback(lambda: rows.append(len(latents)), ordered=True)
+        return latents
+
+    inputs, _ = programs.prepare(requests)
+    latents, count = np.zeros((len(requests), 2, 2, 4), np.float32), 2 * len(requests)
+    conditioning = sdxl.Conditioning(np.zeros((count, 1, 1)), np.zeros((count, 1)), np.zeros((count, 6)))
+    networks = SimpleNamespace(unet=unet)
+    run = jax.jit(lambda inputs, loop: sdxl.denoise(networks, latents, conditioning, inputs, loop))
+    run(inputs, sdxl.Loop.of(inputs)).block_until_ready()
+    jax.effects_barrier()
+    return rows
+
+
+def test_without_guidance_half_of_the_rows_are_evaluated_and_with_an_interval_those_inside_twice(programs):
+    sampler = programs._model.configs.scheduler
+    sigmas = sampling.tables_of(5, Settings(), sampler).sigmas
+    assert ((sigmas > 1) & (sigmas <= 5)).tolist() == [False, True, True, False, False]
+    assert rows_evaluated(programs, [ask(5, steps=5)] * 3) == [6] * 5
+    assert rows_evaluated(programs, [ask(5, steps=5, guidance_scale=1.0)] * 3) == [3] * 5
+    assert rows_evaluated(programs, PARTLY_GUIDED[:1] * 3) == [3, 6, 6, 3, 3]
+
+
 # Scheduler, its options, eta.
 STOCHASTIC = {
     "euler ancestral": ("EulerAncestralDiscreteScheduler", {}, 0.0),
@@ -131,12 +204,10 @@ STOCHASTIC = {
 def with_sampler(programs, requests, name):
     """The digests by another sampler, which is all data: the programs stay as they are."""
     scheduler, options, eta = STOCHASTIC[name]
+    requests = [dataclasses.replace(request, settings=Settings(eta=eta)) for request in requests]
     config = samplers.read(scheduler, {**TINY.scheduler, "clip_sample": False, **options}, "")
     model = programs._model
-    with (
-        mock.patch.object(model, "configs", model.configs._replace(scheduler=config)),
-        mock.patch.object(sdxl, "Steps", partial(Steps, eta=eta)),
-    ):
+    with mock.patch.object(model, "configs", model.configs._replace(scheduler=config)):
         return draw_all(programs, requests)
 
 
@@ -181,8 +252,9 @@ def many_devices(tiny_checkpoint):
 
 
 @pytest.mark.parametrize("count", ["1", "2", "8"])
-def test_a_picture_is_the_same_on_any_number_of_devices(count, many_devices, digests):
+def test_a_picture_is_the_same_on_any_number_of_devices(count, many_devices, programs, digests):
     assert many_devices["digests"][count] == digests
+    assert many_devices["unguided"][count] == draw_all(programs, UNGUIDED)
 
 
 def test_devices_say_nothing_to_each_other(many_devices):
@@ -205,7 +277,9 @@ def compilations():
 
 def test_steps_guidance_and_prompts_are_data(programs, digests, compilations):
     before = dict(programs.compiled)
-    draw_all(programs, [ask(1, "a cat", "a dog", 9, 3.3), ask(2, "", None, 1, 0.0), ask(3, "x " * 200, "", 30, 20.0)])
+    draw_all(programs, [ask(1, "a cat", "a dog", 9, 3.3), ask(2, "", None, 1, 1.5), ask(3, "x " * 200, "", 30, 20.0)])
+    draw_all(programs, UNGUIDED)
+    draw_all(programs, [ask(1, guidance_interval=(0.5, 5.0), guidance_rescale=0.5, clip_skip=1, prompt_2="a cat")])
     assert programs.compiled == before
     assert compilations == []
     jax.jit(lambda x: x + 1)(1.0)
@@ -236,11 +310,12 @@ def test_a_program_that_does_not_compile_says_which(programs, monkeypatch):
 
 
 def main(root):
-    found = {"digests": {}, "ancestral": {}, "collectives": []}
+    found = {"digests": {}, "unguided": {}, "ancestral": {}, "collectives": []}
     for count in (1, 2, 8):
         programs = load(root, jax.devices()[:count])
         assert programs.batch_size == PER_DEVICE_BATCH_SIZE * count
         found["digests"][count] = draw_all(programs, REQUESTS)
+        found["unguided"][count] = draw_all(programs, UNGUIDED)
         found["ancestral"][count] = with_sampler(programs, REQUESTS, "euler ancestral")
         (compiled,) = programs.compiled.values()
         names = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"

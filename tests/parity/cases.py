@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,10 @@ EMBEDDED = Path(__file__).parents[2] / "model_handlers/embedded"
 
 @dataclass(frozen=True)
 class Picture:
-    """What is asked of a pipeline; None for a size means the picture's own, as in diffusers."""
+    """What is asked of a pipeline; None for a size means the picture's own, as in diffusers.
+
+    `settings` are further arguments by the names that they have on both sides, and guidance_interval.
+    """
 
     prompt: str
     negative_prompt: str | None = None
@@ -39,6 +42,7 @@ class Picture:
     original_size: tuple[int, int] | None = None
     crops_coords_top_left: tuple[int, int] = (0, 0)
     target_size: tuple[int, int] | None = None
+    settings: Settings = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Case:
     height: int
     width: int
     pictures: tuple[Picture, ...]
+    prompt_windows: int = 1
 
     @property
     def scale(self) -> int:
@@ -193,6 +198,7 @@ PICTURES_OF_TEXT = (
     Picture("a yellow triangle above a green circle", "a black square", 7.5),
     Picture(LONG_PROMPT, "a zebra, naïve", 7.5, num_inference_steps=13),
     Picture("", None, 1.0, num_inference_steps=2),
+    Picture("a red ring", "a zebra", 5.0, num_inference_steps=5, settings={"clip_skip": 1}),
 )
 
 CASES = (
@@ -373,7 +379,49 @@ CASES = (
     ),
 )
 SINGLE_FILES = {"as_sdxl": "sdxl", "as_sd_1": "sd_1", "as_sd_2_base": "sd_2"}  # also written in the original layout
-GOLDEN = ("uneven_depth", "odd_sides", "as_sd_1")  # the cases of which reference outputs are committed
+SCHEDULE = (981, 721, 501, 301, 141, 21)
+LEVELS = (14.6, 6.1, 2.7, 1.3, 0.5, 0.1)
+NEGATIVE_SIZES = {
+    "negative_original_size": (512, 256),
+    "negative_crops_coords_top_left": (8, 16),
+    "negative_target_size": (96, 128),
+}
+SCENE = "a red circle left of a blue square on a white background"
+CASES += (
+    replace(
+        CASES[0],
+        name="conditioning",
+        pictures=(
+            Picture(SCENE, "a zebra", 7.5, 8, settings={"guidance_rescale": 0.7}),
+            Picture(SCENE, "a zebra", 5.0, 8, settings={"prompt_2": "a green star", "negative_prompt_2": "a square"}),
+            Picture(SCENE, None, 5.0, 8, settings={"clip_skip": 1}),
+            Picture(SCENE, "a zebra", 5.0, 8, settings=NEGATIVE_SIZES),
+            Picture(SCENE, "a zebra", 7.5, 8, settings={"guidance_interval": (0.5, 5.0)}),
+            Picture(SCENE, None, 7.5, 9, settings={"guidance_interval": (1.0, 99.0), "guidance_rescale": 0.3}),
+            Picture(SCENE, "a zebra", 0.0, 4, settings={"clip_skip": 1}),
+            Picture(SCENE, None, 5.0, len(SCHEDULE), settings={"timesteps": SCHEDULE}),
+            Picture(SCENE, None, 5.0, len(LEVELS) - 1, settings={"sigmas": LEVELS}),
+        ),
+    ),
+)
+VERY_LONG_PROMPT = ", ".join(["a small green ring below a large black star"] * 15)  # over 152 tokens
+CASES += (
+    replace(
+        CASES[0],
+        name="long_prompts",
+        prompt_windows=3,
+        pictures=(
+            Picture(SCENE, "a zebra", 5.0, 4),
+            Picture(LONG_PROMPT, "a zebra", 5.0, 4),
+            Picture(VERY_LONG_PROMPT, None, 7.5, 4),
+            Picture(SCENE, LONG_PROMPT, 5.0, 4, settings={"clip_skip": 1}),
+            Picture(VERY_LONG_PROMPT, LONG_PROMPT, 5.0, 4, settings={"prompt_2": SCENE}),
+            Picture(LONG_PROMPT, VERY_LONG_PROMPT, 0.0, 4),
+        ),
+    ),
+)
+# The cases of which reference outputs are committed.
+GOLDEN = ("uneven_depth", "odd_sides", "as_sd_1", "conditioning", "long_prompts")
 
 # Published config.json files of stabilityai/stable-diffusion-xl-base-1.0, as far as parameters depend on them.
 SDXL_BASE = {

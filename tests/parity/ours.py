@@ -11,9 +11,10 @@ import numpy as np
 from flax import nnx
 
 from model_handlers import samplers
+from model_handlers import sampling as sampled
 from model_handlers.lora import Adapter
 from model_handlers.program import COMPILER_OPTIONS
-from model_handlers.recipe import ImageRequest
+from model_handlers.recipe import ImageRequest, Settings
 from model_handlers.samplers import Steps, Tables
 from model_handlers.stable_diffusion import model as sdxl
 from model_handlers.stable_diffusion.model import StableDiffusionXL
@@ -42,7 +43,13 @@ def compared(case: Case) -> list[str]:
 
 def outputs(root: Path, case: Case, adapters: Sequence[Adapter] = ()) -> dict[str, np.ndarray]:
     """Everything in `compared`, channels last."""
-    model = StableDiffusionXL.load(root, scheduler="EulerDiscreteScheduler", dtype="float32", adapters=adapters)
+    model = StableDiffusionXL.load(
+        root,
+        scheduler="EulerDiscreteScheduler",
+        prompt_windows=case.prompt_windows,
+        dtype="float32",
+        adapters=adapters,
+    )
     given = {name: value.transpose(0, 2, 3, 1) if value.ndim == 4 else value for name, value in case.inputs.items()}
     return _networks(model, given) | _pictures(model, case, given["noise"])
 
@@ -101,12 +108,18 @@ def _networks(model: StableDiffusionXL, given: dict[str, np.ndarray]) -> dict[st
         decoded = networks.vae.decode(given["latents"])
         return {"step": step, "mean": mean, "log_variance": log_variance, "decoded": decoded}
 
-    return _run(run, model.networks, given)
+    return _compile(run, model.networks, given)(given)
 
 
 def _pictures(model: StableDiffusionXL, case: Case, noise: np.ndarray) -> dict[str, np.ndarray]:
-    """Runs the real program, `generate`, on the given noise and keeps what passes through it."""
-    inputs, _ = model.prepare([_request(case, i) for i in range(len(case.pictures))])
+    """Runs the real program, `generate`, on the given noise and keeps what passes through it.
+
+    As in a job, the pictures of a batch are guided at the same evaluations, and free slots repeat the first of them.
+    """
+    requests = [_request(case, i) for i in range(len(case.pictures))]
+    batches: dict[tuple[int, int], list[int]] = {}
+    for i, request in enumerate(requests):
+        batches.setdefault(sampled.guided(request, model.configs.scheduler), []).append(i)
 
     def run(networks, inputs, noise, loop):
         kept = {}
@@ -131,19 +144,26 @@ def _pictures(model: StableDiffusionXL, case: Case, noise: np.ndarray) -> dict[s
             rounded, finite = sdxl.generate(networks, inputs, loop, height=case.height, width=case.width)
         return kept | {"rounded": rounded, "finite": finite}
 
-    made = _run(run, model.networks, inputs, noise, sdxl.Loop.of(inputs))
+    compiled, made = None, {}
+    for places in batches.values():
+        slots = places + places[:1] * (len(requests) - len(places))
+        inputs, _ = model.prepare([requests[i] for i in slots])
+        args = inputs, noise[slots], sdxl.Loop.of(inputs)
+        compiled = compiled or _compile(run, model.networks, *args)
+        for name, values in compiled(*args).items():
+            made.setdefault(name, np.zeros_like(values))[places] = values[: len(places)]
     if not made.pop("finite").all():
         raise ValueError(f"{case.name}: an image is not finite")
     return made
 
 
-def _run(function: Callable[..., dict], networks: nnx.Module, *args: Any) -> dict[str, np.ndarray]:
-    """Runs a function compiled as `Programs` compiles, with its options: they choose other convolutions."""
+def _compile(function: Callable[..., dict], networks: nnx.Module, *args: Any) -> Callable[..., dict[str, np.ndarray]]:
+    """A function compiled for `args` as `Programs` compiles, with its options: they choose other convolutions."""
     definition, weights = nnx.split(networks)
     jitted = jax.jit(lambda weights, *args: function(nnx.merge(definition, weights), *args))
     options = COMPILER_OPTIONS.get(jax.default_backend(), {})
     compiled = jitted.lower(weights, *args).compile(compiler_options=options)
-    return jax.tree.map(np.asarray, compiled(weights, *args))
+    return lambda *args: jax.tree.map(np.asarray, compiled(weights, *args))
 
 
 def _request(case: Case, index: int) -> ImageRequest:
@@ -161,4 +181,5 @@ def _request(case: Case, index: int) -> ImageRequest:
         original_size=picture.original_size or (case.height, case.width),
         crops_coords_top_left=picture.crops_coords_top_left,
         target_size=picture.target_size or (case.height, case.width),
+        settings=Settings.of(picture.settings),
     )

@@ -8,6 +8,7 @@ last, as ours are. OUT/<case>.safetensors is the same checkpoint as a single fil
 """
 
 import argparse
+import contextlib
 import inspect
 import json
 import sys
@@ -46,6 +47,10 @@ NETWORKS = {
     "unet": lambda settings: UNet2DConditionModel(**settings),
     "vae": lambda settings: AutoencoderKL(**settings),
 }
+# For clip_skip, StableDiffusionPipeline reaches for the only child of its text encoder, which transformers 5 took away.
+CLIPTextModel.text_model = property(lambda self: self)
+TEXT_SETTINGS = ("prompt_2", "negative_prompt_2", "clip_skip")
+SCHEDULES = ("timesteps", "sigmas")
 
 
 def build(case: Case) -> DiffusionPipeline:
@@ -106,7 +111,8 @@ def outputs(pipeline: DiffusionPipeline, case: Case) -> dict[str, np.ndarray]:
     encoded = pipeline.vae.encode(given["images"]).latent_dist
     keep(mean=encoded.mean, log_variance=encoded.logvar, decoded=pipeline.vae.decode(given["latents"]).sample)
     for picture, noise in zip(case.pictures, given["noise"], strict=True):
-        keep(**embed(pipeline, case, picture))
+        embedded = embed(pipeline, case, picture)
+        keep(**embedded)
         image = draw(pipeline, case, picture, noise)
         keep(image=torch.from_numpy(image.transpose(0, 3, 1, 2)))
         rounded = np.asarray(VaeImageProcessor.numpy_to_pil(image)[0])
@@ -115,13 +121,21 @@ def outputs(pipeline: DiffusionPipeline, case: Case) -> dict[str, np.ndarray]:
 
 
 def embed(pipeline: DiffusionPipeline, case: Case, picture: Picture) -> dict[str, torch.Tensor]:
-    if case.text_encoder_2:
-        names = ("text", "negative_text", "pooled", "negative_pooled")
-        embedded = pipeline.encode_prompt(picture.prompt, negative_prompt=picture.negative_prompt)
+    settings = {name: picture.settings[name] for name in TEXT_SETTINGS if name in picture.settings}
+    if not case.text_encoder_2:
+        embedded = pipeline.encode_prompt(picture.prompt, "cpu", 1, True, picture.negative_prompt, **settings)
+        return dict(zip(("text", "negative_text"), embedded, strict=True))
+    names = ("text", "negative_text", "pooled", "negative_pooled")
+    if case.prompt_windows == 1:
+        embedded = pipeline.encode_prompt(picture.prompt, negative_prompt=picture.negative_prompt, **settings)
+        return dict(zip(names, embedded, strict=True))
+    skip = settings.get("clip_skip", 0)
+    text, pooled = embed_windows(pipeline, (picture.prompt, settings.get("prompt_2", picture.prompt)), case, skip)
+    if picture.negative_prompt is None:
+        negative_text, negative_pooled = torch.zeros_like(text), torch.zeros_like(pooled)
     else:
-        names = ("text", "negative_text")
-        embedded = pipeline.encode_prompt(picture.prompt, "cpu", 1, True, picture.negative_prompt)
-    return dict(zip(names, embedded, strict=True))
+        negative_text, negative_pooled = embed_windows(pipeline, (picture.negative_prompt,) * 2, case)
+    return dict(zip(names, (text, negative_text, pooled, negative_pooled), strict=True))
 
 
 def adapted(folder: Path) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
@@ -146,18 +160,67 @@ def adapted(folder: Path) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
         pipeline.unload_lora_weights()
 
 
+def windows_of(tokenizer: CLIPTokenizer, prompt: str) -> list[list[int]]:
+    """A prompt's tokens in runs of 75, one at least."""
+    ids = tokenizer(prompt, add_special_tokens=False, verbose=False).input_ids
+    return [ids[i : i + 75] for i in range(0, len(ids), 75)] or [[]]
+
+
+def embed_windows(
+    pipeline: DiffusionPipeline, prompts: tuple[str, str], case: Case, skip: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference's encoders over windows of 77, as many as the case allows, end to end; pooled of the first."""
+    states = []
+    encoders = (pipeline.tokenizer, pipeline.text_encoder), (pipeline.tokenizer_2, pipeline.text_encoder_2)
+    for prompt, (tokenizer, encoder) in zip(prompts, encoders, strict=True):
+        windows = windows_of(tokenizer, prompt)
+        windows += [[]] * (case.prompt_windows - len(windows))
+        rows = [[tokenizer.bos_token_id, *window, tokenizer.eos_token_id] for window in windows]
+        rows = [row + [tokenizer.pad_token_id] * (77 - len(row)) for row in rows]
+        output = encoder(torch.tensor(rows), output_hidden_states=True)
+        states.append(output.hidden_states[-2 - skip].flatten(0, 1)[None])
+    return torch.cat(states, dim=-1), output[0][:1]
+
+
 def draw(pipeline: DiffusionPipeline, case: Case, picture: Picture, noise: torch.Tensor) -> np.ndarray:
+    settings = {name: list(value) if name in SCHEDULES else value for name, value in picture.settings.items()}
+    first_scale, changes = picture.guidance_scale, contextlib.nullcontext()
+    if interval := settings.pop("guidance_interval", None):
+        # The pipeline has no interval; a scale of 1 is no guidance, once it is made to evaluate both prompts for it.
+        pipeline.scheduler.set_timesteps(picture.num_inference_steps)
+        sigmas = pipeline.scheduler.sigmas[:-1].tolist()
+        scales = [picture.guidance_scale if interval[0] < sigma <= interval[1] else 1.0 for sigma in sigmas]
+
+        def next_scale(pipeline, i, timestep, tensors):
+            pipeline._guidance_scale = scales[min(i + 1, len(scales) - 1)]
+            return tensors
+
+        first_scale, settings["callback_on_step_end"] = scales[0], next_scale
+        changes = mock.patch.object(type(pipeline), "do_classifier_free_guidance", True)
+    if case.prompt_windows == 1:
+        settings |= {"prompt": picture.prompt, "negative_prompt": picture.negative_prompt}
+    else:
+        # The pipeline attends to all that it gets, so it gets as many windows as the longer of the prompts has.
+        prompts = [picture.prompt, *([picture.negative_prompt or ""] if picture.guidance_scale > 1 else [])]
+        length = 77 * max(len(windows_of(pipeline.tokenizer, prompt)) for prompt in prompts)
+        for name, value in embed(pipeline, case, picture).items():
+            argument = name.replace("text", "prompt_embeds").replace("pooled", "pooled_prompt_embeds")
+            settings[argument] = value[:, :length] if "text" in name else value
+        settings = {name: value for name, value in settings.items() if name not in TEXT_SETTINGS}
+    with changes:
+        return _draw(pipeline, case, picture, noise, guidance_scale=first_scale, **settings)
+
+
+def _draw(pipeline: DiffusionPipeline, case: Case, picture: Picture, noise: torch.Tensor, **settings) -> np.ndarray:
     sizes = ("original_size", "crops_coords_top_left", "target_size") if case.text_encoder_2 else ()
     return pipeline(
-        picture.prompt,
         height=case.height,
         width=case.width,
         num_inference_steps=picture.num_inference_steps,
-        guidance_scale=picture.guidance_scale,
-        negative_prompt=picture.negative_prompt,
         latents=noise[None],
         **{name: getattr(picture, name) for name in sizes},
         output_type="np",
+        **settings,
     ).images
 
 

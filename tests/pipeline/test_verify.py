@@ -14,7 +14,10 @@ from pipeline.verify import verify
 from tests.fakes import RECIPE, FakeHandler, run, tree, write_jsonl
 from transforms.formats import FORMATS, OutputFormat
 
-PROMPTS = [{"prompt": f"p{number}", "negative_prompt": "bad" if number % 2 else None} for number in range(10)]
+PROMPTS: list[dict] = [
+    {"prompt": f"p{number}", "negative_prompt": "bad" if number % 2 else None} for number in range(10)
+]
+PROMPTS[3] |= {"clip_skip": 1, "timesteps": [999, 499], "original_size": [9, 8]}
 
 
 @pytest.fixture(scope="module", params=list(FORMATS))
@@ -140,6 +143,11 @@ DAMAGE = {
         "images/*/metadata.jsonl",
         lambda path: path.write_text(path.read_text().replace('"prompt": "p', '"prompt": "q', 1)),
         "does not have the digest of its columns",
+    ),
+    "other settings": (
+        "images/*/metadata.jsonl",
+        lambda path: path.write_text(path.read_text().replace('"settings": "{', '"settings": "{}', 1)),
+        "has settings that are none",
     ),
     "another id": (
         "images/*/metadata.jsonl",

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from model_handlers.recipe import Shard
-from tests.fakes import RECIPE
+from tests.fakes import RECIPE, SAMPLER
 from transforms import coders
 from transforms.coders import PackByBucket, ShardCoder, keys_of, unpack
 from transforms.records import PromptRecord
@@ -14,10 +14,15 @@ from transforms.requests import expand
 REQUESTS = [
     request
     for number, fields in enumerate(
-        [{}, {"negative_prompt": "", "guidance_scale": 0.1 + 0.2}, {"seed": 2**63 - 1, "original_size": (1, 2)}]
+        [
+            {},
+            {"negative_prompt": "", "guidance_scale": 0.1 + 0.2},
+            {"seed": 2**63 - 1, "original_size": (1, 2)},
+            {"clip_skip": 1, "sigmas": (9.5, 0.0)},
+        ]
     )
     for request in expand(
-        PromptRecord("a/\u2028.csv", number, "\0\n", "ü \U0001f408 \"'", fields, '{"n": [1]}'), RECIPE
+        PromptRecord("a/\u2028.csv", number, "\0\n", "ü \U0001f408 \"'", fields, '{"n": [1]}'), RECIPE, SAMPLER
     )
 ]
 
@@ -32,7 +37,7 @@ def pack(requests, bucket_of):
 def test_requests_are_unpacked_as_they_were():
     ((bucket, packed),) = pack(REQUESTS, lambda _: 7)
     assert bucket == 7
-    assert unpack(packed) == REQUESTS and [type(request.original_size) for request in unpack(packed)] == [tuple] * 3
+    assert unpack(packed) == REQUESTS and [type(request.original_size) for request in unpack(packed)] == [tuple] * 4
     assert keys_of(packed) == [bytes.fromhex(request.key) for request in REQUESTS]
 
 

@@ -88,6 +88,22 @@ def test_a_prompt_that_is_not_text_is_refused(value):
     assert "prompt must be text" in reason(prompt=value)
 
 
+@pytest.mark.parametrize("value", [[0.28, 5.42], "0.28,5.42", "[0.28, 5.42]", " (0.28, 5.42) "])
+def test_an_interval_and_a_schedule_are_lists_or_such_as_a_table_writes_them(value):
+    fields = parse("a.jsonl", 1, {"prompt": "p", "guidance_interval": value, "sigmas": value}).fields
+    assert fields == {"guidance_interval": (0.28, 5.42), "sigmas": (0.28, 5.42)}
+
+
+@pytest.mark.parametrize("value", [[1], [1, 2, 3], "1", 1, {"low": 1}, [None, 1], ["x", 1], [True, 1], "1;2"])
+def test_anything_else_is_no_interval(value):
+    assert reason(guidance_interval=value).startswith("guidance_interval must be ")
+
+
+@pytest.mark.parametrize("value", [[], "", 1, {}, [None], "a,b", [[1]], [1.0] * 1002])
+def test_anything_else_is_no_schedule(value):
+    assert reason(timesteps=value).startswith("timesteps must be ")
+
+
 @pytest.mark.parametrize("value", ["a\0b", "\x1b[31m", "\x7f", "\x92"])
 def test_control_characters_are_refused_with_their_place(value):
     assert "prompt holds the control character U+" in reason(prompt=value)

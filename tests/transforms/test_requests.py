@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_handlers.recipe import MAX_SEED, MAX_SIDE, MAX_STEPS
-from tests.fakes import RECIPE
+from model_handlers.recipe import MAX_SEED, MAX_SIDE, MAX_STEPS, Settings
+from model_handlers.samplers.ddim import LCMConfig
+from model_handlers.samplers.karras import HeunDiscreteConfig
+from tests.fakes import RECIPE, SAMPLER
 from transforms.records import PromptRecord, RecordError
 from transforms.requests import MAX_IMAGES_PER_PROMPT, expand
 
@@ -19,13 +21,13 @@ def record(prompt="a cat", id="1", **fields):
 
 
 def one(**fields):
-    (request,) = expand(record(**fields), RECIPE)
+    (request,) = expand(record(**fields), RECIPE, SAMPLER)
     return request
 
 
 def reason(**fields):
     with pytest.raises(RecordError) as error:
-        expand(record(**fields), RECIPE)
+        expand(record(**fields), RECIPE, SAMPLER)
     return str(error.value)
 
 
@@ -33,12 +35,12 @@ def test_what_a_record_leaves_open_is_the_recipes():
     recipe = dataclasses.replace(
         RECIPE, width=16, num_inference_steps=7, guidance_scale=2.5, negative_prompt="bad", num_images_per_prompt=2
     )
-    first, second = expand(record(), recipe)
+    first, second = expand(record(), recipe, SAMPLER)
     assert (first.width, first.height, first.num_inference_steps) == (16, 8, 7)
     assert (first.guidance_scale, first.negative_prompt) == (2.5, "bad")
     assert (first.original_size, first.target_size, first.crops_coords_top_left) == ((8, 16), (8, 16), (0, 0))
     assert (first.image_index, second.image_index) == (0, 1)
-    assert expand(record(negative_prompt=""), recipe)[0].negative_prompt == ""
+    assert expand(record(negative_prompt=""), recipe, SAMPLER)[0].negative_prompt == ""
 
 
 @pytest.mark.parametrize("name", ["original_size", "crops_coords_top_left", "target_size"])
@@ -47,28 +49,27 @@ def test_sizes_are_not_passed_over_by_a_model_that_knows_none(name):
     with pytest.raises(
         RecordError, match=f"^{name} is a setting of SDXL, which StableDiffusionPipeline does not have$"
     ):
-        expand(record(**{name: (64, 64)}), recipe)
-    assert expand(record(), recipe)
+        expand(record(**{name: (64, 64)}), recipe, SAMPLER)
+    assert expand(record(), recipe, SAMPLER)
 
 
 def test_image_i_of_a_seeded_record_has_seed_plus_i_and_is_the_picture_of_that_seed_alone():
-    images = expand(record(seed=40, num_images_per_prompt=4), RECIPE)
+    images = expand(record(seed=40, num_images_per_prompt=4), RECIPE, SAMPLER)
     assert [image.seed for image in images] == [40, 41, 42, 43]
     assert images[3].digest == one(seed=43, id="other").digest
 
 
 def test_records_without_seeds_have_different_noise_and_the_same_in_every_run():
-    seeds = {
-        expand(record(id=str(number), num_images_per_prompt=3), RECIPE)[i].seed for number in range(9) for i in range(3)
-    }
+    records = [record(id=str(number), num_images_per_prompt=3) for number in range(9)]
+    seeds = {image.seed for each in records for image in expand(each, RECIPE, SAMPLER)}
     assert len(seeds) == 27
     assert one().seed == one().seed == one(prompt="another").seed
     other_run = dataclasses.replace(RECIPE, seed=1)
-    assert expand(record(), other_run)[0].seed != one().seed
+    assert expand(record(), other_run, SAMPLER)[0].seed != one().seed
 
 
 def test_seeds_stop_at_the_end_of_their_range():
-    assert [image.seed for image in expand(record(seed=MAX_SEED - 1, num_images_per_prompt=2), RECIPE)][1] == MAX_SEED
+    assert expand(record(seed=MAX_SEED - 1, num_images_per_prompt=2), RECIPE, SAMPLER)[1].seed == MAX_SEED
     assert f"seed of the last image must be from 0 to {MAX_SEED}" in reason(seed=MAX_SEED, num_images_per_prompt=2)
 
 
@@ -89,8 +90,8 @@ def test_sides_are_multiples_that_the_model_can_draw(name):
     ],
 )
 def test_numbers_have_ranges(name, low, high):
-    assert expand(record(**{name: low}), RECIPE)
-    assert len(expand(record(**{name: high}), RECIPE)) == (high if name == "num_images_per_prompt" else 1)
+    assert expand(record(**{name: low}), RECIPE, SAMPLER)
+    assert len(expand(record(**{name: high}), RECIPE, SAMPLER)) == (high if name == "num_images_per_prompt" else 1)
     for value in (low - 1, high + 1):
         assert f"{name} must be from {low} to {high}" in reason(**{name: value})
 
@@ -114,15 +115,70 @@ def test_conditioning_pairs_have_ranges():
         {"original_size": (9, 9)},
         {"crops_coords_top_left": (0, 1)},
         {"target_size": (9, 9)},
+        {"prompt_2": "a dog"},
+        {"negative_prompt": "", "negative_prompt_2": "a dog"},
+        {"clip_skip": 1},
+        {"guidance_rescale": 0.5},
+        {"guidance_interval": (0.5, 5.0)},
+        {"negative_original_size": (9, 9), "negative_target_size": (9, 9)},
+        {"timesteps": (999.0, 499.0)},
+        {"sigmas": (14.0, 1.0, 0.0)},
     ],
 )
 def test_a_digest_changes_with_everything_that_decides_the_picture(change):
     assert one(**{"seed": 7, **change}).digest != one(seed=7).digest
 
 
+def test_a_setting_at_its_default_leaves_the_digest_as_it_was_before_there_was_such_a_setting():
+    plain = one(seed=7)
+    defaults = dataclasses.asdict(Settings())
+    assert one(seed=7, **{name: value for name, value in defaults.items() if value}).digest == plain.digest
+    assert plain.digest == "8e78e55710d1f0f36190cfdf94d01e7e89c38ef1e1280e8318451effa9527008"
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"clip_skip": 3}, "clip_skip must be from 0 to 2, not 3"),
+        ({"guidance_rescale": 1.5}, "guidance_rescale must be from 0.0 to 1.0, not 1.5"),
+        ({"guidance_interval": (5.0, 0.5)}, "guidance_interval must rise, between 0 and 10000, and not be 5 to 0.5"),
+        ({"guidance_interval": (-1.0, 0.5)}, "guidance_interval must rise"),
+        ({"negative_original_size": (8, 8)}, "needs both negative_original_size and negative_target_size"),
+        ({"negative_crops_coords_top_left": (8, 8)}, "needs both negative_original_size and negative_target_size"),
+        ({"negative_original_size": (0, 8), "negative_target_size": (8, 8)}, "negative_original_size must be from 1"),
+        ({"negative_prompt_2": "a dog"}, "negative_prompt_2 has no effect without negative_prompt"),
+        ({"timesteps": (999.0,), "sigmas": (14.0, 0.0)}, "timesteps and sigmas are both set"),
+        ({"timesteps": (999.0, 499.0), "num_inference_steps": 3}, "num_inference_steps is 3, but timesteps or sigmas"),
+        ({"timesteps": (499.0, 999.0)}, "timesteps=(499.0, 999.0) do not fall"),
+        ({"sigmas": (14.0,)}, "sigmas=(14.0,) do not fall in 20 steps to 0 or above"),
+        ({"eta": 0.5}, "EulerDiscreteScheduler does not take eta, only DDIMScheduler, TCDScheduler"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(fields, complaint):
+    assert complaint in reason(**fields)
+
+
+def test_a_schedule_of_its_own_says_how_many_steps_there_are():
+    assert one(timesteps=(999.0, 499.0)).num_inference_steps == 2
+    assert one(sigmas=(14.0, 1.0, 0.5, 0.0)).num_inference_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("sampler", "steps", "complaint"),
+    [
+        (LCMConfig(), 51, "num_inference_steps=51 is not between 1 and 50"),
+        (HeunDiscreteConfig(), 501, "num_inference_steps=501 takes 1001 evaluations of the network with HeunDiscrete"),
+    ],
+)
+def test_a_record_of_more_steps_than_its_sampler_has_is_refused_before_it_reaches_the_model(sampler, steps, complaint):
+    assert expand(record(num_inference_steps=steps - 1), RECIPE, sampler)
+    with pytest.raises(RecordError, match=complaint):
+        expand(record(num_inference_steps=steps), RECIPE, sampler)
+
+
 def test_a_digest_does_not_change_with_who_asks():
     other = PromptRecord("b.csv", 9, "2", "a cat", {"seed": 7}, '{"note": 1}')
-    (request,) = expand(other, RECIPE)
+    (request,) = expand(other, RECIPE, SAMPLER)
     assert request.digest == one(seed=7).digest
     assert request.key != one(seed=7).key
     assert one(seed=7, guidance_scale=-0.0).digest == one(seed=7, guidance_scale=0.0).digest
@@ -140,7 +196,7 @@ def test_seed_digest_and_key_are_hashes_of_plain_json_and_stay_what_they_are_in_
 ):
     recipe = dataclasses.replace(RECIPE, negative_prompt=negative_prompt, scheduler_options='{"a": "%d"}')
     fields = {} if seed is None else {"seed": seed}
-    (request,) = expand(record(prompt, id, width=16, **fields), recipe)
+    (request,) = expand(record(prompt, id, width=16, **fields), recipe, SAMPLER)
 
     def sha256(value):
         return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
@@ -168,5 +224,5 @@ def test_a_picture_without_lora_has_the_digest_that_it_had_before_there_was_any(
 
 def test_lora_files_and_their_weights_are_in_the_digest():
     loras = ["[]", '[["a", 1.0]]', '[["b", 1.0]]', '[["a", 0.5]]', '[["a", 1.0], ["b", 1.0]]']
-    requests = [expand(record(seed=7), dataclasses.replace(RECIPE, lora=lora))[0] for lora in loras]
+    requests = [expand(record(seed=7), dataclasses.replace(RECIPE, lora=lora), SAMPLER)[0] for lora in loras]
     assert len({request.digest for request in requests}) == len(loras)

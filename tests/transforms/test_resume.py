@@ -3,7 +3,7 @@
 import apache_beam as beam
 import pytest
 
-from tests.fakes import RECIPE, collect
+from tests.fakes import RECIPE, SAMPLER, collect
 from transforms import progress, resume, storage
 from transforms.coders import KEY_BYTES
 from transforms.commits import Commit, CommitError, CommittedImage, CommittedReject, path_of
@@ -13,7 +13,7 @@ from transforms.resume import SkipFinished
 
 
 def request(number, source="a", position=1):
-    (made,) = expand(PromptRecord(source, position, str(number), "a cat", {"seed": number}), RECIPE)
+    (made,) = expand(PromptRecord(source, position, str(number), "a cat", {"seed": number}), RECIPE, SAMPLER)
     return made
 
 
@@ -97,7 +97,7 @@ def test_of_a_finished_request_nothing_but_its_key_is_joined(monkeypatch):
 def test_the_same_id_with_changed_content_is_a_new_image(tmp_path):
     before = request(1)
     commit(tmp_path, "a" * 20, images=[before])
-    (changed,) = expand(PromptRecord("a", 1, "1", "a dog", {"seed": 1}), RECIPE)
+    (changed,) = expand(PromptRecord("a", 1, "1", "a dog", {"seed": 1}), RECIPE, SAMPLER)
     assert skip(tmp_path, [changed]) == ([changed], {})
 
 

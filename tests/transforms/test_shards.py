@@ -2,11 +2,13 @@
 
 import dataclasses
 import random
+from functools import partial
 
 import apache_beam as beam
 import pytest
 
-from tests.fakes import RECIPE, collect
+from model_handlers.sampling import guided
+from tests.fakes import RECIPE, SAMPLER, collect
 from transforms import shards
 from transforms.coders import PackByBucket
 from transforms.records import PromptRecord
@@ -18,7 +20,7 @@ def make_requests(count, **fields):
     return [
         request
         for number in range(count)
-        for request in expand(PromptRecord("a", number, str(number), "a cat", fields), RECIPE)
+        for request in expand(PromptRecord("a", number, str(number), "a cat", fields), RECIPE, SAMPLER)
     ]
 
 
@@ -26,7 +28,9 @@ def group(requests, batch_size=4, images_per_shard=8, seed=0):
     """The shards of the requests, by name, and their padded slots."""
     requests = list(requests)
     random.Random(seed).shuffle(requests)
-    outputs = collect(lambda pipeline: pipeline | beam.Create(requests) | GroupIntoShards(batch_size, images_per_shard))
+    outputs = collect(
+        lambda pipeline: pipeline | beam.Create(requests) | GroupIntoShards(batch_size, images_per_shard, SAMPLER)
+    )
     found = {shard.name: shard for shard in outputs["shards"]}
     assert len(found) == len(outputs["shards"]) > 0
     return found, sum(count for _, count in outputs["fates"])
@@ -50,7 +54,7 @@ def test_every_request_is_in_one_shard_and_only_the_last_batch_is_padded(few_buc
 def test_a_large_input_has_less_than_one_batch_of_padding():
     # By the two functions that cut, without a runner: a thousand buckets, most with remainders.
     requests = [dataclasses.replace(request, digest=str(n)) for n, request in enumerate(make_requests(1) * 50_003)]
-    packer = PackByBucket(shards._bucket)
+    packer = PackByBucket(partial(shards._bucket, sampler=SAMPLER))
     packer.start_bundle()
     packs = [pack for request in requests for pack in packer.process(request)]
     packs += [pack.value for pack in packer.finish_bundle()]
@@ -89,6 +93,15 @@ def test_sizes_never_share_a_shard_and_steps_are_kept_together():
         assert len({request.num_inference_steps for request in shard.requests}) == 1
 
 
+def test_requests_that_are_guided_at_other_evaluations_never_share_a_shard(few_buckets):
+    kinds = {"guidance_scale": 5.0}, {"guidance_scale": 1.0}, {"guidance_interval": (0.5, 5.0)}
+    found, padded = group(request for kind in kinds for request in make_requests(9, **kind))
+    for shard in found.values():
+        assert len({guided(request, SAMPLER) for request in shard.requests}) == 1
+    assert sorted(len(shard.requests) for shard in found.values()) == [1, 1, 1, 8, 8, 8]
+    assert padded == 3 * 3
+
+
 def test_a_shard_is_named_by_its_members():
     requests = make_requests(8)
     ((first, _),) = group(requests)[0].items()
@@ -99,4 +112,4 @@ def test_a_shard_is_named_by_its_members():
 
 def test_a_shard_must_be_whole_batches():
     with pytest.raises(ValueError, match="multiple of the batch of 4"):
-        GroupIntoShards(4, 6)
+        GroupIntoShards(4, 6, SAMPLER)

@@ -12,7 +12,7 @@ from apache_beam.ml.inference.base import PredictionResult
 from PIL import Image
 
 from model_handlers.recipe import ImageResult, Shard
-from tests.fakes import RECIPE, painted, rejects, rows, tree
+from tests.fakes import RECIPE, SAMPLER, painted, rejects, rows, tree
 from transforms import storage, write
 from transforms.commits import read_commits
 from transforms.formats import OutputFormat
@@ -26,7 +26,9 @@ def make_shard(count=4, name="a" * 20, **fields):
     requests = [
         request
         for number in range(count)
-        for request in expand(PromptRecord("in.jsonl", number + 1, f"id{number}", f"p{number}", fields), RECIPE)
+        for request in expand(
+            PromptRecord("in.jsonl", number + 1, f"id{number}", f"p{number}", fields), RECIPE, SAMPLER
+        )
     ]
     return Shard(name, 8, 8, tuple(requests))
 
@@ -49,7 +51,7 @@ def test_each_picture_carries_its_own_seed_and_all_that_made_it(tmp_path):
         assert (said["prompt"], said["seed"]) == (request.prompt, request.seed)
         fields = {name: said[name] for name in ("prompt", "negative_prompt", "seed", "width", "num_inference_steps")}
         again = parse("elsewhere.jsonl", 9, {**fields, "id": "other"})
-        assert expand(again, RECIPE)[0].digest == request.digest == said["digest"]
+        assert expand(again, RECIPE, SAMPLER)[0].digest == request.digest == said["digest"]
         assert {name: said[name] for name in RECIPE.of_model()} == RECIPE.of_model()
 
 
@@ -85,7 +87,8 @@ def test_a_reject_is_listed_with_its_reason_and_a_record_that_can_be_fed_in_agai
     (row,) = rejects(tmp_path)
     assert (row["id"], row["position"], row["stage"]) == ("id1", 2, "generate")
     assert row["reason"] == "the latents are not finite"
-    assert expand(parse("x", 1, json.loads(row["record"])), RECIPE)[0].key == shard.requests[1].key == row["key"]
+    again = parse("x", 1, json.loads(row["record"]))
+    assert expand(again, RECIPE, SAMPLER)[0].key == shard.requests[1].key == row["key"]
     (commit,) = read_commits(str(tmp_path))
     assert [image.key for image in commit.images] == [shard.requests[0].key]
     assert [entry.key for entry in commit.rejected] == [shard.requests[1].key]
