@@ -14,10 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from apache_beam.metrics import Metrics
 from apache_beam.ml.inference.base import ModelHandler, PredictionResult
 
-from model_handlers import checkpoint, fetch, mesh
+from model_handlers import checkpoint, fetch, mesh, metrics
 from model_handlers.families import family_of
 from model_handlers.lora import Adapter
 from model_handlers.program import CompileError, Programs
@@ -25,7 +24,6 @@ from model_handlers.recipe import ImageRequest, ImageResult, Shard
 
 log = logging.getLogger("lightmill")
 
-NAMESPACE = "lightmill"
 # Statuses of the runtime that pass by themselves: a device or a host of a slice that is being moved.
 TRANSIENT = ("UNAVAILABLE", "ABORTED", "CANCELLED")
 RETRY_DELAYS = (1.0, 4.0, 16.0)  # seconds
@@ -108,7 +106,7 @@ class DiffusionModelHandler(ModelHandler[Shard, PredictionResult, LoadedModel]):
         return {"min_batch_size": 1, "max_batch_size": 1}
 
     def get_metrics_namespace(self) -> str:
-        return NAMESPACE
+        return metrics.NAMESPACE
 
 
 def load_programs(spec: ModelSpec) -> Programs:
@@ -192,15 +190,20 @@ def _start(requests: Sequence[ImageRequest], shard: Shard, programs: Programs):
     slots = [*requests, *[None] * (programs.batch_size - len(requests))]
     inputs, tokens = programs.prepare([request or requests[0] for request in slots])
     if programs.compile(shard.height, shard.width, inputs):
-        Metrics.counter(NAMESPACE, "compiles").inc()
-    return slots, tokens, programs(inputs, shard.height, shard.width)
+        metrics.count("compiles")
+    started = time.monotonic()
+    outputs = programs(inputs, shard.height, shard.width)
+    return slots, tokens, outputs, lambda: programs.clock.fetched(started)
 
 
 def _fetch(started) -> list[ImageResult]:
-    slots, tokens, (images, finite) = started
+    slots, tokens, (images, finite), fetched = started
     images, finite = np.asarray(images), np.asarray(finite)
+    fetched()
     if not len(slots) == len(tokens) == len(images) == len(finite):
         raise RuntimeError(f"a batch of {len(slots)} gave {len(images)} images and {len(finite)} flags")
+    used = [token for request, token in zip(slots, tokens, strict=True) if request is not None]
+    metrics.count("tokens_truncated", sum(token.count - len(token.ids) for token in used if token.truncated))
     return [
         ImageResult(
             request.key,

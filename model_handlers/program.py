@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from model_handlers import mesh as meshes
+from model_handlers import metrics
 from model_handlers.recipe import ImageRequest
 from model_handlers.stable_diffusion.model import Inputs, Loop, StableDiffusionXL, generate
 from model_handlers.stable_diffusion.tokens import Tokens
@@ -31,11 +32,13 @@ class Programs:
     Attributes:
       batch_size: rows of every call, over all devices.
       compiled: (height, width) in pixels to the compiled program.
+      clock: how much of the time the devices have work.
     """
 
     def __init__(self, model: StableDiffusionXL, mesh: jax.sharding.Mesh, per_device_batch_size: int):
         self.batch_size = per_device_batch_size * mesh.size
         self.compiled: dict[tuple[int, int], jax.stages.Compiled] = {}
+        self.clock = metrics.DeviceClock()
         self._model = model
         self._mesh = mesh
         self._networks = nnx.split(model.networks)
@@ -67,6 +70,7 @@ class Programs:
         except jax.errors.JaxRuntimeError as error:
             raise CompileError(f"{width} x {height} pixels at batch {self.batch_size}: {error}") from error
         seconds = time.monotonic() - started
+        metrics.took("compile", seconds)
         log.info(
             "compiled program %d: %d x %d pixels, batch %d on %d %s device(s), %.1f s",
             len(self.compiled), width, height, self.batch_size, self._mesh.size, jax.default_backend(), seconds,

@@ -18,13 +18,29 @@ from pipeline.options import (
     UsageError,
     add_generate_flags,
     add_pack_flags,
+    add_report_flags,
+    add_show_flags,
     add_verify_flags,
     beam_options,
 )
 from pipeline.pack import PackError, pack
+from pipeline.report import page_of
+from pipeline.show import recipe_in
 from pipeline.verify import verify
+from pipeline.watch import CLEAR
 
 log = logging.getLogger("lightmill")
+
+# What libraries log without --verbose and what helps nobody: the logger's name and how the message begins.
+MEANINGLESS = (
+    # Beam's RunInference on every machine, for want of an import; it would only have measured memory.
+    ("root", "Resource module is not available"),
+    # Pages of tracebacks of a job that fails, whose cause the user is told in a line.
+    ("apache_beam.runners.common", ""),
+    ("apache_beam.runners.worker.sdk_worker", ""),
+    ("apache_beam.runners.worker.data_plane", ""),
+    ("apache_beam.runners.portability.local_job_service", ""),
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,6 +82,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             allow_abbrev=False,
         )
     )
+    add_report_flags(
+        commands.add_parser(
+            "report",
+            help="make the page of an output again",
+            description="Makes DIR/index.html again, also while a job still writes to DIR or after one has failed.",
+            allow_abbrev=False,
+        )
+    )
+    add_show_flags(
+        commands.add_parser(
+            "show",
+            help="print the recipe in a picture",
+            description="Prints what decides a picture, from the picture's own file, as JSON.",
+            allow_abbrev=False,
+        )
+    )
     known, others = parser.parse_known_args(arguments)
     if others and known.command != "generate":
         parser.error(f"unrecognized arguments: {' '.join(others)}")
@@ -77,6 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if known.command == "pack":
             images = pack(known.source, known.output, known.format, known.samples_per_shard)
             print(f"{known.output}: {images:,} images")
+            return 0
+        if known.command == "report":
+            print(page_of(known.output))
+            return 0
+        if known.command == "show":
+            print(recipe_in(known.picture))
             return 0
         return generate(GenerateOptions(**values), beam_options(others, list(generating._option_string_actions)))
     except (UsageError, JobError, PackError) as error:
@@ -98,11 +136,18 @@ def _verify(output: str) -> int:
 
 
 def _set_up_logging(verbose: bool) -> None:
-    logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s: %(message)s", force=True)
+    clear = CLEAR if sys.stderr.isatty() else ""
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format=f"{clear}%(name)s: %(message)s", force=True
+    )
     log.setLevel(logging.INFO)
     if not verbose:
-        # Of a job that fails it logs pages of tracebacks, and then raises what the user is told in a line.
-        logging.getLogger("apache_beam").setLevel(logging.CRITICAL)
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(_means_something)
+
+
+def _means_something(record: logging.LogRecord) -> bool:
+    return not any(record.name == name and record.getMessage().startswith(begin) for name, begin in MEANINGLESS)
 
 
 if __name__ == "__main__":

@@ -1,89 +1,116 @@
-"""A page of pictures, for a person who wants to see what a run made."""
+"""Which pictures and rejects of an output a page shows: few of however many there are."""
 
 import base64
 import json
-from collections.abc import Iterator, Mapping
-from html import escape
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from transforms import storage
-from transforms.commits import Commit, list_commits, read_commit, read_commits
+from transforms import rejects, storage
+from transforms.commits import Commit, list_commits, read_commit
 from transforms.formats import FORMATS, Folder, OutputFormat
 from transforms.pictures import thumbnail
 
 MAX_PICTURES = 200
+MAX_REJECTS = 50
 # Of shards that are one file each, which has to be read whole for one picture of it.
 _MAX_FILES = 20
+# About 10 KB each, so 3 MB for a page of them.
 _THUMBNAIL_SIDE = 256
-
-_STYLE = """
-:root { color-scheme: light dark; font: 15px/1.4 system-ui, sans-serif }
-body { margin: 1rem auto; max-width: 75rem; padding: 0 1rem }
-table { border-collapse: collapse } td { padding: 0 1rem 0 0 } td + td { text-align: right }
-main { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); margin-top: 1rem }
-figure { margin: 0; overflow-wrap: anywhere } img { width: 100%; height: auto }
-figcaption { font-size: 85%; max-height: 7em; overflow: auto } small { opacity: .7 }
-"""
+_THREADS = 4
 
 
-def page(figures: Mapping[str, int], images: int, rows: Iterator[tuple[str, dict]]) -> str:
-    """One page without scripts: a table of figures, then pictures, each given by its address and its metadata.
+@dataclass(frozen=True)
+class Picture:
+    """A picture on the page.
 
-    Prompts come from strangers: all text is escaped, and no address is made of it.
+    Attributes:
+      row: its metadata.
+      thumbnail: as a data: address, so that the page can be taken away alone; "" if the file cannot be read.
+      link: to the picture itself, relative to the output; "" if it is not a file of its own.
     """
-    # Should an escape ever be forgotten, the browser still runs nothing and fetches nothing from elsewhere.
-    policy = "default-src 'none'; img-src 'self' file: data:; style-src 'unsafe-inline'"
-    table = "".join(
-        f"<tr><td>{escape(name.replace('_', ' '))}</td><td>{value:,}</td></tr>\n" for name, value in figures.items()
-    )
-    return (
-        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n'
-        '<meta name="viewport" content="width=device-width">\n'
-        f"<title>{images:,} images</title>\n<style>{_STYLE}</style>\n"
-        f"<h1>{images:,} images</h1>\n<table>\n{table}</table>\n"
-        f"<main>\n{''.join(_figure(address, row) for address, row in rows)}</main>\n</html>\n"
-    )
+
+    row: dict[str, Any]
+    thumbnail: str
+    link: str
 
 
-def _figure(address: str, row: dict) -> str:
-    picture = f'<img src="{escape(address)}" loading="lazy" alt="" width="{row["width"]:d}" height="{row["height"]:d}">'
-    # A browser opens no data: address by a click.
-    link = picture if address.startswith("data:") else f'<a href="{escape(address)}">{picture}</a>'
-    caption = f"{escape(row['prompt'][:1000])}<br><small>seed {row['seed']:d}</small>"
-    return f"<figure>{link}<figcaption>{caption}</figcaption></figure>\n"
+def sample(output: str, output_format: OutputFormat, limit: int = MAX_PICTURES) -> list[Picture]:
+    """At most `limit` of the images, evenly spread over the shards in the order of names.
 
-
-def sample(
-    output: str, output_format: OutputFormat, images: int, limit: int = MAX_PICTURES
-) -> Iterator[tuple[str, dict]]:
-    """(address, metadata row) of at most `limit` of the images, evenly spread over the shards in the order of names.
-
-    Where an image is a file, its address is relative to the output; else it is a data: address of a thumbnail.
+    Only the shards that it takes pictures from are read. One that cannot be read has none on the page: `verify` says
+    what is wrong with it.
     """
     kind = FORMATS[output_format.format]
-    if isinstance(kind, Folder):
-        for commit, keys in _evenly(read_commits(output), images, limit):
-            folder = f"{kind.folder}/{commit.shard}"
-            text = storage.read_file(storage.join(output, folder, kind.rows_file)).decode()
-            rows = (json.loads(line) for line in text.split("\n") if line)
-            yield from ((f"{folder}/{row['file_name']}", row) for row in rows if row["key"] in keys)
-        return
-    paths = list(list_commits(output))
-    chosen = [read_commit(path) for path in paths[:: -(-len(paths) // _MAX_FILES) or 1]]
-    for commit, keys in _evenly(iter(chosen), sum(len(commit.images) for commit in chosen), limit):
-        shard_rows, files = kind.read(output, commit.shard)
-        rows_of = {row["file_name"]: row for row in shard_rows if row["key"] in keys}
-        for name, data in files:
-            if name in rows_of:
-                small = base64.b64encode(thumbnail(data, _THUMBNAIL_SIDE)).decode()
-                yield f"data:image/jpeg;base64,{small}", rows_of[name]
+    paths = _evenly(list(list_commits(output)), limit if isinstance(kind, Folder) else _MAX_FILES)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        chosen = _choose(list(pool.map(read_commit, paths)), limit)
+        load = partial(_from_folder if isinstance(kind, Folder) else _from_file, output, output_format)
+        return [picture for pictures in pool.map(load, chosen) for picture in pictures]
 
 
-def _evenly(commits: Iterator[Commit], images: int, limit: int) -> Iterator[tuple[Commit, set[str]]]:
-    wanted = {place * images // limit for place in range(limit)} if images > limit else set(range(images))
-    first = 0
-    for commit in commits:
-        keys = {image.key for place, image in enumerate(commit.images, first) if place in wanted}
-        first += len(commit.images)
-        if keys:
-            yield commit, keys
+def first_rejects(output: str, limit: int = MAX_REJECTS) -> list[dict[str, Any]]:
+    """The first rejects of the output, those of the input before those of the model.
+
+    Lines that are no JSON object are left out: these files are there to be mended by hand.
+    """
+    names = sorted(storage.list_files(output, rejects.FOLDER), key=lambda name: not name.startswith(rejects.INPUT))
+    found: list[dict[str, Any]] = []
+    for name in names:
+        lines = storage.read_file(storage.join(output, rejects.FOLDER, name)).decode(errors="replace").split("\n")
+        for line in lines:
+            with suppress(ValueError, TypeError):
+                found.append(dict(json.loads(line)))
+            if len(found) == limit:
+                return found
+    return found
+
+
+def _evenly(items: list, limit: int) -> list:
+    return [items[place * len(items) // limit] for place in range(limit)] if len(items) > limit else items
+
+
+def _choose(commits: list[Commit], limit: int) -> list[tuple[str, set[str]]]:
+    """Names of shards, each with the keys of the pictures that are shown of it."""
+    keys = _evenly([(commit.shard, image.key) for commit in commits for image in commit.images], limit)
+    chosen: dict[str, set[str]] = {}
+    for shard, key in keys:
+        chosen.setdefault(shard, set()).add(key)
+    return list(chosen.items())
+
+
+def _from_folder(output: str, output_format: OutputFormat, chosen: tuple[str, set[str]]) -> list[Picture]:
+    shard, keys = chosen
+    folder = f"{Folder.folder}/{shard}"
+    try:
+        text = storage.read_file(storage.join(output, folder, Folder.rows_file)).decode()
+        rows = [json.loads(line) for line in text.split("\n") if line]
+    except (OSError, ValueError):
+        return []
+    pictures = []
+    for row in rows:
+        if row["key"] not in keys:
+            continue
+        link = f"{folder}/{row['key']}{output_format.suffix}"
+        try:
+            small = _address(storage.read_file(storage.join(output, link)))
+        except OSError:
+            small = ""
+        pictures.append(Picture(row, small, link if small else ""))
+    return pictures
+
+
+def _from_file(output: str, output_format: OutputFormat, chosen: tuple[str, set[str]]) -> list[Picture]:
+    shard, keys = chosen
+    try:
+        rows, files = FORMATS[output_format.format].read(output, shard)
+        rows_of = {row["file_name"]: row for row in rows if row["key"] in keys}
+        return [Picture(rows_of[name], _address(data), "") for name, data in files if name in rows_of]
+    except (OSError, ValueError):
+        return []
+
+
+def _address(data: bytes) -> str:
+    return "data:image/webp;base64," + base64.b64encode(thumbnail(data, _THUMBNAIL_SIDE)).decode()

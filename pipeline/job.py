@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import apache_beam as beam
 import jax
@@ -20,15 +21,17 @@ from model_handlers.lora import Adapter
 from model_handlers.recipe import Recipe, Settings
 from model_handlers.samplers import SchedulerConfig
 from pipeline import report, unchanged
+from pipeline.again import model_flags_of
 from pipeline.generate import build, prepare
 from pipeline.lock import hold
 from pipeline.options import LOCAL_RUNNERS, WINDOWS, GenerateOptions, UsageError
 from pipeline.output import find_output, write_recipe
 from pipeline.presets import settle_sampling
+from pipeline.throughput import describe, measured, throughput
 from pipeline.watch import watch
 from transforms import storage
 from transforms.commits import CommitError
-from transforms.counts import AccountingError, Counts
+from transforms.counts import AccountingError, Counts, read_counts
 from transforms.formats import OutputFormat
 from transforms.read import InputError
 from transforms.records import PromptRecord, RecordError
@@ -79,25 +82,37 @@ def generate(options: GenerateOptions, beam_options: PipelineOptions) -> int:
             inputs = unchanged.inputs_hash(options.input, options.prompt_column, options.id_column)
             summary = unchanged.still_finished(output.path, inputs, options.retry_rejected)
             if not summary:
-                _run(pipeline, output.path)
-                seconds = round(time.monotonic() - started, 1)
-                run = {"seconds": seconds, "inputs": inputs, "shards": unchanged.shards_hash(output.path)}
-                summary = report.write_report(output.path, run, output.fresh, output_format)
+                values = _run(pipeline, output.path)
+                seconds = time.monotonic() - started
+                run = {
+                    "seconds": round(seconds, 1),
+                    "inputs": inputs,
+                    "shards": unchanged.shards_hash(output.path),
+                    "model_flags": model_flags_of(options),
+                    **throughput(read_counts(output.path).written, seconds, values, options.price_per_hour),
+                    **values,
+                }
+                summary = report.write_report(output.path, run, output.fresh, output_format, recipe)
             seconds = time.monotonic() - started
     except (AccountingError, CommitError, OSError) as error:
         raise JobError(str(error)) from error
-    return _conclude(options, output.path, Counts(**summary["counts"]), seconds)
+    return _conclude(options, output.path, summary, seconds)
 
 
-def _run(pipeline: beam.Pipeline, output: str) -> None:
+def _run(pipeline: beam.Pipeline, output: str) -> dict[str, float]:
+    """Runs the graph to its end and gives what was measured."""
     try:
         prepare(output)
-        with watch():
-            state = pipeline.run().wait_until_finish()
+        with watch() as follow:
+            result = pipeline.run()
+            follow(result)
+            state = result.wait_until_finish()
+        values = measured(result)
     except Exception as error:  # whatever failed, on whichever runner, the user gets one line
         raise JobError(f"{_cause(error)}; the same command goes on from the last finished shard") from error
     if state != PipelineState.DONE:
         raise JobError(f"the job ended as {state}; the same command goes on from the last finished shard")
+    return values
 
 
 def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Recipe, SchedulerConfig]:
@@ -229,7 +244,8 @@ def _cause(error: Exception) -> str:
     return (lines[-1] if lines else type(error).__name__).split(" [while running")[0]
 
 
-def _conclude(options: GenerateOptions, output: str, counts: Counts, seconds: float) -> int:
+def _conclude(options: GenerateOptions, output: str, summary: dict[str, Any], seconds: float) -> int:
+    counts = Counts(**summary["counts"])
     rejected = counts.records_rejected + counts.rejected + counts.rejected_before
     total = counts.records_rejected + counts.images_requested
     print(
@@ -237,6 +253,8 @@ def _conclude(options: GenerateOptions, output: str, counts: Counts, seconds: fl
         f"{counts.finished_before:,} there before, {counts.duplicates:,} duplicates, {rejected:,} rejected; "
         f"see {Path(output) / 'index.html' if storage.is_local(output) else output}"
     )
+    if speed := describe(summary["run"]):
+        print(speed)
     if options.checkpoint == fetch.EMBEDDED:
         print("Drawn by the built-in demonstration model of a few coloured shapes; --checkpoint names a real one.")
     if counts.unknown_words:

@@ -92,6 +92,7 @@ class GenerateOptions:
     timesteps: tuple[float, ...] | None
     sigmas: tuple[float, ...] | None
     images_per_shard: int | None
+    price_per_hour: float | None
     verbose: bool
 
 
@@ -199,6 +200,12 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--images_per_shard", type=_positive, metavar="N", help="committed together (default: whole batches, about 64)"
     )
+    job.add_argument(
+        "--price_per_hour",
+        type=_price,
+        metavar="P",
+        help="of all workers together, in any currency: adds what 1,000 images cost to the report",
+    )
     job.add_argument("--verbose", action="store_true", help="log what Beam and JAX say, and tracebacks")
 
 
@@ -216,6 +223,18 @@ def add_pack_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples_per_shard", type=_positive, default=256, metavar="N", help="in memory at a time (default 256)"
     )
+    parser.add_argument("--verbose", action="store_true", help="log more, and tracebacks")
+
+
+def add_report_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `report`."""
+    parser.add_argument("output", metavar="DIR", help="an output of generate, a folder or gs://bucket/folder")
+    parser.add_argument("--verbose", action="store_true", help="log more, and tracebacks")
+
+
+def add_show_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `show`."""
+    parser.add_argument("picture", metavar="PICTURE", help="a png, jpeg or webp file of generate, local or gs://")
     parser.add_argument("--verbose", action="store_true", help="log more, and tracebacks")
 
 
@@ -307,6 +326,10 @@ def _guidance(text: str) -> float:
 
 def _fraction(text: str) -> float:
     return _number(text, 1.0)
+
+
+def _price(text: str) -> float:
+    return _number(text, 1e6)
 
 
 def _number(text: str, high: float) -> float:

@@ -66,7 +66,8 @@ def still_finished(output: str, inputs: str | None, retry_rejected: bool) -> dic
         rejected_before=rejected,
         **dict.fromkeys(("written", "rejected", *counts.BESIDES_FATES), 0),
     )
-    summary = {**summary, "counts": dataclasses.asdict(finished), "run": {**run, "seconds": 0.0}}
+    kept = {name: run[name] for name in ("inputs", "shards", "model_flags") if name in run}
+    summary = {**summary, "counts": dataclasses.asdict(finished), "run": {"seconds": 0.0, **kept}}
     storage.write_file(output, counts.FILE, finished.to_json())
     storage.write_file(output, "summary.json", json.dumps(summary, indent=1).encode() + b"\n")
     return summary

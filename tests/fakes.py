@@ -8,6 +8,7 @@ import apache_beam as beam
 import numpy as np
 from apache_beam.ml.inference.base import ModelHandler, PredictionResult
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from apache_beam.runners.runner import PipelineResult
 from apache_beam.testing.test_pipeline import TestPipeline
 
 from model_handlers.recipe import ImageRequest, ImageResult, Recipe, Shard
@@ -76,7 +77,7 @@ def run(
     fresh_start=True,
     options=None,
     **settings,
-) -> None:
+) -> PipelineResult:
     """Runs the whole graph on the fake model, in this process."""
     if fresh_start:
         generate.prepare(str(output))
@@ -92,6 +93,7 @@ def run(
             images_per_shard=images_per_shard,
             **settings,
         )
+    return pipeline.result
 
 
 def collect(build) -> dict[str, list]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import apache_beam as beam
 
+from model_handlers import metrics
 from transforms import storage
 
 FILE = "counts.json"
@@ -76,20 +77,29 @@ _NAMES = frozenset(field.name for field in fields(Counts))
 
 
 class WriteCounts(beam.PTransform):
-    """Adds up fates, (name of a field of `Counts`, number), and writes them to OUT/counts.json."""
+    """Adds up fates, (name of a field of `Counts`, number), and writes them to OUT/counts.json.
+
+    Each is a counter of Beam's too, to be seen while the job runs.
+    """
 
     def __init__(self, output: str):
         super().__init__()
         self._output = output
 
     def expand(self, fates):
-        totals = fates | "Add" >> beam.CombinePerKey(sum)
+        shown = fates | "Show" >> beam.Map(_show).with_output_types(tuple[str, int])
+        totals = shown | "Add" >> beam.CombinePerKey(sum)
         return (
             fates.pipeline
             | "Once" >> beam.Create([self._output])
             # As a side input, because a run in which nothing happened writes its zeros too.
             | "Write" >> beam.Map(_write, beam.pvalue.AsDict(totals))
         )
+
+
+def _show(fate: tuple[str, int]) -> tuple[str, int]:
+    metrics.count(*fate)
+    return fate
 
 
 def _write(output: str, totals: dict[str, int]) -> None:

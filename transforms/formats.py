@@ -70,12 +70,10 @@ class Format(Protocol):
     Attributes:
       folder: below the output, where its files are.
       data_files: what a README.md tells Hugging Face `datasets` to load.
-      pages_can_link: whether every picture is a file that a page can show.
     """
 
     folder: str
     data_files: str
-    pages_can_link: bool
 
     def writer(self, output: str, shard: str) -> ShardWriter:
         """Begins a shard."""
@@ -115,7 +113,6 @@ class Folder:
     folder = "images"
     rows_file = "metadata.jsonl"
     data_files = "data_dir: images"
-    pages_can_link = True
 
     def writer(self, output: str, shard: str) -> ShardWriter:
         return _FolderWriter(output, shard)
@@ -158,7 +155,6 @@ class WebDataset:
     folder = _SHARDS
     suffix = ".tar"
     data_files = "data_files: shards/*.tar"
-    pages_can_link = False
 
     def writer(self, output: str, shard: str) -> ShardWriter:
         return _FileWriter(output, f"{self.folder}/{shard}{self.suffix}", self._pack)
@@ -204,7 +200,6 @@ class Parquet:
     folder = _SHARDS
     suffix = ".parquet"
     data_files = "data_files: shards/*.parquet"
-    pages_can_link = False
     # As the Hugging Face hub cuts tables of images, so that a viewer need not load a whole shard.
     _ROWS_PER_GROUP = 100
 

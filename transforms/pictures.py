@@ -79,7 +79,11 @@ def text_of(data: bytes) -> str:
 
 
 def thumbnail(data: bytes, side: int) -> bytes:
-    """A small JPEG of an image file, for a page that shows many."""
+    """A small WebP of an image file, at most `side` pixels wide and high, for a page that shows many.
+
+    Raises:
+      OSError: if it is no image.
+    """
     with Image.open(io.BytesIO(data)) as image:
         image.thumbnail((side, side))
-        return _saved(np.asarray(image.convert("RGB")), "JPEG", quality=80)
+        return _saved(np.asarray(image.convert("RGB")), "WEBP", quality=75, method=_WEBP_METHOD)

@@ -6,6 +6,7 @@ killed anywhere leaves a shard that does not count yet and is written over by th
 
 import dataclasses
 import hashlib
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,6 +19,7 @@ from apache_beam.ml.inference.base import PredictionResult
 from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.windowed_value import WindowedValue
 
+from model_handlers import metrics
 from model_handlers.recipe import ImageRequest, ImageResult, Recipe, Shard
 from transforms import commits, metadata, progress, rejects, storage
 from transforms.commits import Commit, CommittedImage, CommittedReject
@@ -33,13 +35,31 @@ _IMAGE_THREADS = 8
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """What a shard came to, once its commit record stands."""
+    """What a shard came to, once its commit record stands.
+
+    Attributes:
+      bytes: of its image files.
+      encode_seconds, write_seconds: that pictures took to become files, and files to be stored; threads added up.
+    """
 
     name: str
     written: int
     rejected: int
     truncated: int
     unknown_words: int
+    bytes: int = 0
+    encode_seconds: float = 0.0
+    write_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One image file; fields as in `WrittenShard`."""
+
+    sha256: str
+    bytes: int
+    encode_seconds: float
+    write_seconds: float
 
 
 class WriteShard(beam.PTransform):
@@ -79,7 +99,7 @@ class _WriteShard(beam.DoFn):
 
     def process(self, prediction: PredictionResult):
         while len(self._in_flight) >= _SHARDS_IN_FLIGHT or (self._in_flight and self._in_flight[0].done()):
-            yield self._in_flight.popleft().result()
+            yield self._finished()
         self._in_flight.append(
             self._shard_pool.submit(
                 write_shard,
@@ -94,8 +114,14 @@ class _WriteShard(beam.DoFn):
 
     def finish_bundle(self):
         while self._in_flight:
-            shard = self._in_flight.popleft().result()
-            yield WindowedValue(shard, GlobalWindow().max_timestamp(), (GlobalWindow(),))
+            yield WindowedValue(self._finished(), GlobalWindow().max_timestamp(), (GlobalWindow(),))
+
+    def _finished(self) -> WrittenShard:
+        shard = self._in_flight.popleft().result()
+        metrics.count("bytes_written", shard.bytes)
+        metrics.took("encode", shard.encode_seconds)
+        metrics.took("write", shard.write_seconds)
+        return shard
 
     def teardown(self):
         self._shard_pool.shutdown(cancel_futures=True)
@@ -138,19 +164,23 @@ def _write(
     image_format = IMAGE_FORMATS[output_format.image_format]
     writer = FORMATS[output_format.format].writer(output, shard)
 
-    def write_image(pair: tuple[ImageRequest, ImageResult]) -> tuple[str, int]:
+    def write_image(pair: tuple[ImageRequest, ImageResult]) -> _Stored:
         request, result = pair
         assert result.image is not None
+        started = time.monotonic()
         text = metadata.recipe_text(request, recipe, image_format.max_text)
         data = image_format.encode(result.image, text, output_format.image_quality)
+        sha256 = hashlib.sha256(data).hexdigest()
+        encoded = time.monotonic()
         writer.add(request.key + output_format.suffix, data)
-        return hashlib.sha256(data).hexdigest(), len(data)
+        return _Stored(sha256, len(data), encoded - started, time.monotonic() - encoded)
 
-    files = list(run_all(write_image, made))
+    files: list[_Stored] = list(run_all(write_image, made))
+    stored = time.monotonic()
     writer.close(
         [
-            metadata.row(request, result, recipe, request.key + output_format.suffix, sha256)
-            for (request, result), (sha256, _) in zip(made, files, strict=True)
+            metadata.row(request, result, recipe, request.key + output_format.suffix, file.sha256)
+            for (request, result), file in zip(made, files, strict=True)
         ]
     )
     if failed:
@@ -162,7 +192,7 @@ def _write(
     commit = Commit(
         shard=shard,
         images=tuple(
-            CommittedImage(request.key, sha256, size) for (request, _), (sha256, size) in zip(made, files, strict=True)
+            CommittedImage(request.key, file.sha256, file.bytes) for (request, _), file in zip(made, files, strict=True)
         ),
         rejected=tuple(CommittedReject(request.key, str(result.reject_reason)) for request, result in failed),
     )
@@ -175,6 +205,9 @@ def _write(
         rejected=len(failed),
         truncated=sum(result.truncated for result in results),
         unknown_words=sum(result.unknown_words > 0 for result in results),
+        bytes=sum(file.bytes for file in files),
+        encode_seconds=sum(file.encode_seconds for file in files),
+        write_seconds=sum(file.write_seconds for file in files) + time.monotonic() - stored,
     )
 
 

@@ -16,9 +16,10 @@ from tests.end_to_end.conftest import RECORDS
 def the_error(finished: command.Finished, status: int) -> str:
     """The one line that a failed command says, beside those about its progress, and nothing else."""
     assert (finished.status, finished.stdout) == (status, "")
-    (line,) = (line for line in finished.stderr.splitlines() if not line.startswith("lightmill: compiled program"))
-    assert line.startswith("lightmill: error: ")
-    return line.removeprefix("lightmill: error: ")
+    lines = finished.stderr.splitlines()
+    assert all(line.startswith("lightmill: ") for line in lines)
+    (error,) = (line for line in lines if line.startswith("lightmill: error: "))
+    return error.removeprefix("lightmill: error: ")
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ def test_the_number_of_devices_changes_no_picture(devices, arguments, jsonl, shu
     finished = command.run_process(*arguments(jsonl(shuffled), tmp_path / "out"), devices=devices)
     assert finished.status == 0, finished.stderr
     assert f"batch {4 * devices} on {devices} cpu device(s)" in finished.stderr
+    assert [line for line in finished.stderr.splitlines() if not line.startswith("lightmill: ")] == []
     assert command.hashes(tmp_path / "out") == expected
 
 

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from model_handlers import checkpoint, handler
 from model_handlers.checkpoint import CheckpointError
 from model_handlers.handler import NOT_FINITE, DiffusionModelHandler, LoadedModel, ModelSpec
+from model_handlers.metrics import DeviceClock
 from model_handlers.program import CompileError
 from model_handlers.recipe import ImageRequest, Shard
 from model_handlers.stable_diffusion.tokens import Tokens
@@ -70,6 +71,7 @@ class FakePrograms:
 
     def __init__(self, batch_size=BATCH_SIZE, fail=lambda requests: None, finite=lambda request: True, lost=0):
         self.batch_size = batch_size
+        self.clock = DeviceClock()
         self.calls = []
         self.events = []
         self._fail = fail

@@ -1,6 +1,7 @@
 """The whole graph from a bucket into a bucket, against emulators of Cloud Storage, also one that fails at random."""
 
 import gzip
+import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -8,9 +9,11 @@ from apache_beam.io.filesystems import FileSystems
 
 from pipeline import lock
 from pipeline.options import UsageError
-from pipeline.report import write_report
+from pipeline.output import open_output
+from pipeline.report import page_of, write_report
+from pipeline.show import recipe_in
 from tests import cloud
-from tests.fakes import FakeHandler, run, tree, write_jsonl
+from tests.fakes import RECIPE, FakeHandler, run, tree, write_jsonl
 from transforms import gcs, storage
 from transforms.counts import read_counts
 from transforms.formats import OutputFormat
@@ -46,6 +49,12 @@ def test_a_run_in_a_bucket_leaves_what_a_local_run_leaves(bucket, tmp_path):
     counts = read_counts(f"{bucket}/out")
     assert (counts.finished_before, counts.written) == (8, 1)
     assert write_report(f"{bucket}/out")["output"]["rejected"] == 0
+
+    open_output(f"{bucket}/out", RECIPE, OutputFormat())
+    page = storage.read_file(page_of(f"{bucket}/out")).decode()
+    assert page.count("data:image/webp") == 9 and "1 without a picture" in page
+    (picture, *_) = (name for name in _tree(f"{bucket}/out") if name.endswith(".png"))
+    assert json.loads(recipe_in(f"{bucket}/out/{picture}"))["checkpoint"] == RECIPE.checkpoint
 
 
 def test_inputs_in_a_bucket_are_found_by_name_and_by_pattern(bucket):

@@ -178,7 +178,7 @@ def test_the_device_goes_on_while_two_shards_are_written_and_waits_with_the_thir
     def slow(output, recipe, shard, *_):
         started.append(shard.name)
         release.wait(5)
-        return write.WrittenShard(shard.name, 0, 0, 0)
+        return write.WrittenShard(shard.name, 0, 0, 0, 0)
 
     bundle = _Bundle(tmp_path, monkeypatch, slow)
     assert bundle.process("1") == bundle.process("2") == []
