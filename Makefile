@@ -4,7 +4,7 @@ BIN := .venv/bin
 PARITY := .venv-parity/bin
 OUT ?= out
 
-.PHONY: demo test check parity bench stress lock clean
+.PHONY: demo test check parity bench stress lock image template clean
 
 # Generates the sample prompts with the built-in checkpoint into out/demo.
 demo: .venv/installed
@@ -17,6 +17,7 @@ check: .venv/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
 
 # Compares every network and whole pictures with diffusers on PyTorch (CPU), in an environment of its own.
 parity: .venv/installed-test .venv-parity/installed
@@ -37,8 +38,19 @@ stress: .venv/installed-test
 # Rewrites the pinned versions that CI and the worker image install.
 lock: .venv/installed-test
 	$(BIN)/pip install --quiet pip-tools
-	$(BIN)/pip-compile --quiet --strip-extras --no-annotate --no-header --no-emit-index-url --no-emit-find-links --extra test --extra check --extra train \
+	$(BIN)/pip-compile --quiet --strip-extras --no-annotate --no-header --no-emit-index-url --no-emit-find-links --extra test --extra check --extra train --extra tpu \
 		--output-file requirements.lock pyproject.toml
+
+# Builds and pushes IMAGE, such as us-west1-docker.pkg.dev/PROJECT/images/lightmill:1; ACCELERATOR is tpu or cuda12.
+ACCELERATOR ?= tpu
+image:
+	docker build --build-arg ACCELERATOR=$(ACCELERATOR) --tag $(IMAGE) .
+	docker push $(IMAGE)
+
+# Makes TEMPLATE, such as gs://bucket/lightmill.json, of an IMAGE that was pushed.
+template:
+	gcloud dataflow flex-template build $(TEMPLATE) --image $(IMAGE) --sdk-language PYTHON \
+		--metadata-file pipeline/metadata.json
 
 .venv/installed: pyproject.toml requirements.lock
 	$(PYTHON) -m venv .venv

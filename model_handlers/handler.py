@@ -7,6 +7,7 @@ started before the last one is fetched, so that the device does not wait for the
 import collections
 import dataclasses
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ class ModelSpec:
       device: "tpu", "gpu" or "cpu", which must then be there; None takes the best that JAX finds.
       jax_cache_dir: folder or gs:// folder of JAX's persistent compilation cache.
       adapters: LoRA files to merge into it.
+      environment: variables that the device's driver reads when it starts, as pairs.
     """
 
     checkpoint: str
@@ -59,6 +61,7 @@ class ModelSpec:
     config: str | None = None
     adapters: tuple[Adapter, ...] = ()
     prompt_windows: int = 1
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 class LoadedModel:
@@ -111,6 +114,8 @@ class DiffusionModelHandler(ModelHandler[Shard, PredictionResult, LoadedModel]):
 
 def load_programs(spec: ModelSpec) -> Programs:
     """Loads a checkpoint onto the local devices and returns its `Programs`; errors as `load_model`."""
+    # Here and not in the image, so that one image serves every kind of TPU.
+    os.environ.update(spec.environment)
     if spec.device:
         # Otherwise JAX settles for the CPU, with a warning, if the accelerator is missing or busy.
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(spec.device, spec.device))

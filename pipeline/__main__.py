@@ -19,12 +19,14 @@ from pipeline.options import (
     add_generate_flags,
     add_pack_flags,
     add_report_flags,
+    add_selftest_flags,
     add_show_flags,
     add_verify_flags,
     beam_options,
 )
 from pipeline.pack import PackError, pack
 from pipeline.report import page_of
+from pipeline.selftest import self_test
 from pipeline.show import recipe_in
 from pipeline.verify import verify
 from pipeline.watch import CLEAR
@@ -98,6 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             allow_abbrev=False,
         )
     )
+    add_selftest_flags(
+        commands.add_parser(
+            "selftest",
+            help="make one picture, to see whether this machine can",
+            description="Makes one picture with the checkpoint in the package, and says which devices drew it.",
+            allow_abbrev=False,
+        )
+    )
     known, others = parser.parse_known_args(arguments)
     if others and known.command != "generate":
         parser.error(f"unrecognized arguments: {' '.join(others)}")
@@ -106,6 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if known.command == "verify":
             return _verify(known.output)
+        if known.command == "selftest":
+            print(self_test(known.device, known.tpu))
+            return 0
         if known.command == "pack":
             images = pack(known.source, known.output, known.format, known.samples_per_shard)
             print(f"{known.output}: {images:,} images")

@@ -1,8 +1,10 @@
 """One run of `generate`: check everything that can be checked, build the graph, watch it, account for it."""
 
+import contextlib
 import dataclasses
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,15 @@ from model_handlers.recipe import Recipe, Settings
 from model_handlers.samplers import SchedulerConfig
 from pipeline import report, unchanged
 from pipeline.again import model_flags_of
+from pipeline.dataflow import is_template, settle_workers
 from pipeline.generate import build, prepare
 from pipeline.lock import hold
-from pipeline.options import LOCAL_RUNNERS, WINDOWS, GenerateOptions, UsageError
+from pipeline.options import WINDOWS, GenerateOptions, UsageError
 from pipeline.output import find_output, write_recipe
 from pipeline.presets import settle_sampling
 from pipeline.throughput import describe, measured, throughput
 from pipeline.watch import watch
+from pipeline.workers import Worker
 from transforms import storage
 from transforms.commits import CommitError
 from transforms.counts import AccountingError, Counts, read_counts
@@ -38,6 +42,8 @@ from transforms.records import PromptRecord, RecordError
 from transforms.requests import expand
 
 IMAGES_PER_SHARD = 64  # about 200 MB of pixels at 1024 x 1024, and some tens of seconds of work to lose
+GO_ON = "the same command goes on from the last finished shard"
+WORKER_LOST = "a worker's process ended in the middle of its work: killed, or out of memory"
 
 
 class JobError(RuntimeError):
@@ -52,12 +58,13 @@ def generate(options: GenerateOptions, beam_options: PipelineOptions) -> int:
       JobError: the job failed underway.
     """
     try:
-        spec, recipe, sampler = _resolve_model(options, _local(beam_options))
+        worker = settle_workers(options, beam_options)
+        spec, recipe, sampler = _resolve_model(options, worker)
         _check_defaults(options, recipe, sampler)
-        batch_size = spec.per_device_batch_size * _devices_per_worker(options, _local(beam_options))
+        batch_size = spec.per_device_batch_size * worker.devices
         output_format = _output_format(options)
         output = find_output(options.output, recipe, output_format, options.on_recipe_change)
-        pipeline = beam.Pipeline(_runner(beam_options), beam_options)
+        pipeline = _pipeline(beam_options)
         build(
             pipeline,
             patterns=options.input,
@@ -78,6 +85,8 @@ def generate(options: GenerateOptions, beam_options: PipelineOptions) -> int:
         write_recipe(output.path, recipe, output_format)
     try:
         with hold(output.path):
+            if is_template(beam_options):
+                return _describe(pipeline, output.path)
             started = time.monotonic()
             inputs = unchanged.inputs_hash(options.input, options.prompt_column, options.id_column)
             summary = unchanged.still_finished(output.path, inputs, options.retry_rejected)
@@ -101,21 +110,36 @@ def generate(options: GenerateOptions, beam_options: PipelineOptions) -> int:
 
 def _run(pipeline: beam.Pipeline, output: str) -> dict[str, float]:
     """Runs the graph to its end and gives what was measured."""
-    try:
+    with _failing_in_one_line():
         prepare(output)
         with watch() as follow:
             result = pipeline.run()
             follow(result)
             state = result.wait_until_finish()
         values = measured(result)
-    except Exception as error:  # whatever failed, on whichever runner, the user gets one line
-        raise JobError(f"{_cause(error)}; the same command goes on from the last finished shard") from error
     if state != PipelineState.DONE:
-        raise JobError(f"the job ended as {state}; the same command goes on from the last finished shard")
+        raise JobError(f"the job ended as {state}; {GO_ON}")
     return values
 
 
-def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Recipe, SchedulerConfig]:
+def _describe(pipeline: beam.Pipeline, output: str) -> int:
+    """Only writes the job's description: the launcher of a Flex Template submits it after this program has ended."""
+    with _failing_in_one_line():
+        prepare(output)
+        pipeline.run()
+    print(f"The job is described and not run yet; when it has ended, `lightmill report {output}` accounts for it.")
+    return 0
+
+
+@contextlib.contextmanager
+def _failing_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever failed, on whichever runner, the user gets one line
+        raise JobError(f"{_cause(error)}; {GO_ON}") from error
+
+
+def _resolve_model(options: GenerateOptions, worker: Worker) -> tuple[ModelSpec, Recipe, SchedulerConfig]:
     """Reads everything of the checkpoint but its weights, whose names it checks, and settles the recipe."""
     root = fetch.checkpoint_folder(options.checkpoint, options.variant, options.config)
     family = family_of(root)
@@ -129,7 +153,7 @@ def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Re
             raise UsageError(f"--{name} must be a multiple of {description.size_multiple}, not {value}")
     dtype = options.dtype
     if dtype == "auto":
-        dtype = "float32" if _device(options, local) == "cpu" else "bfloat16"
+        dtype = "float32" if (worker.device or jax.default_backend()) == "cpu" else "bfloat16"
     recipe = Recipe(
         checkpoint=checkpoint.identity(root, options.variant),
         family=description.family,
@@ -160,7 +184,8 @@ def _resolve_model(options: GenerateOptions, local: bool) -> tuple[ModelSpec, Re
         per_device_batch_size=recipe.per_device_batch_size,
         variant=options.variant,
         config=options.config,
-        device=options.device,
+        device=worker.device,
+        environment=tuple(worker.environment.items()),
         jax_cache_dir=options.jax_cache_dir,
         adapters=adapters,
     )
@@ -192,27 +217,6 @@ def _check_defaults(options: GenerateOptions, recipe: Recipe, sampler: Scheduler
         raise UsageError(f"with these settings no picture can be made: {error}") from error
 
 
-def _device(options: GenerateOptions, local: bool) -> str:
-    if options.device:
-        return options.device
-    if not local:
-        raise UsageError("name the workers' --device (tpu, gpu or cpu): this machine cannot see it")
-    return jax.default_backend()
-
-
-def _devices_per_worker(options: GenerateOptions, local: bool) -> int:
-    if options.devices_per_worker:
-        return options.devices_per_worker
-    if not local:
-        raise UsageError("say how many chips a worker has with --devices_per_worker: this machine cannot see it")
-    if options.device:
-        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(options.device, options.device))
-    try:
-        return jax.local_device_count()
-    except RuntimeError as error:
-        raise UsageError(f"--device {options.device}: this machine has none that JAX can use ({error})") from error
-
-
 def _images_per_shard(options: GenerateOptions, batch_size: int) -> int:
     if options.images_per_shard is None:
         return -(-IMAGES_PER_SHARD // batch_size) * batch_size
@@ -228,20 +232,20 @@ def _output_format(options: GenerateOptions) -> OutputFormat:
         raise UsageError(f"--image_quality: {error}") from error
 
 
-def _local(options: PipelineOptions) -> bool:
-    return (options.view_as(StandardOptions).runner or LOCAL_RUNNERS[0]).rpartition(".")[2] in LOCAL_RUNNERS
-
-
-def _runner(options: PipelineOptions) -> FnApiRunner | str:
-    # DirectRunner would end here too, after an attempt to download another runner.
-    return options.view_as(StandardOptions).runner or FnApiRunner()
+def _pipeline(options: PipelineOptions) -> beam.Pipeline:
+    try:
+        # DirectRunner would end here too, after an attempt to download another runner.
+        return beam.Pipeline(options.view_as(StandardOptions).runner or FnApiRunner(), options)
+    except ValueError as error:
+        raise UsageError(" ".join(str(error).split())) from error
 
 
 def _cause(error: Exception) -> str:
     """The one line that says what went wrong: Beam wraps it in the tracebacks of its workers."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(("File ", "Traceback", "[while running", "^", "~"))]
-    return (lines[-1] if lines else type(error).__name__).split(" [while running")[0]
+    cause = (lines[-1] if lines else type(error).__name__).split(" [while running")[0]
+    return WORKER_LOST if cause == "Channel closed prematurely." else cause
 
 
 def _conclude(options: GenerateOptions, output: str, summary: dict[str, Any], seconds: float) -> int:

@@ -10,6 +10,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 from model_handlers.fetch import EMBEDDED
 from model_handlers.recipe import MAX_SEED, MAX_SIDE, MAX_STEPS
+from pipeline.workers import GPUS, TPUS
 from transforms.formats import FORMATS
 from transforms.pictures import DEFAULT_QUALITY, IMAGE_FORMATS
 from transforms.records import FIELDS, RecordError, Value
@@ -74,6 +75,8 @@ class GenerateOptions:
     device: str | None
     per_device_batch_size: int
     devices_per_worker: int | None
+    tpu: str | None
+    gpu: str | None
     jax_cache_dir: str | None
     seed: int
     width: int | None
@@ -181,6 +184,10 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--devices_per_worker", type=_positive, metavar="N", help="chips of a worker (default: those of this machine)"
     )
+    model.add_argument(
+        "--tpu", choices=tuple(TPUS), help="of Dataflow's workers; sets their machines and container too"
+    )
+    model.add_argument("--gpu", choices=tuple(GPUS), help="likewise")
     model.add_argument("--jax_cache_dir", metavar="DIR", help="JAX's compilation cache, a folder or gs:// folder")
 
     records = parser.add_argument_group("defaults for records that do not say otherwise")
@@ -191,7 +198,9 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     records.add_argument("--height", type=_side, metavar="PIXELS", help="default: the checkpoint's")
     records.add_argument("--num_inference_steps", type=_steps, metavar="N", help="default 20, or the preset's")
     records.add_argument("--guidance_scale", type=_guidance, metavar="G", help="default 5, or the preset's; 1 is none")
-    records.add_argument("--negative_prompt", metavar="TEXT")
+    records.add_argument(
+        "--negative_prompt", metavar="TEXT", help="default: none, which is not the same as an empty one"
+    )
     records.add_argument("--num_images_per_prompt", type=_positive, default=1, metavar="N", help="default 1")
     for name, (metavar, text) in SETTINGS.items():
         records.add_argument(f"--{name}", type=_field(name), metavar=metavar, help=text)
@@ -235,6 +244,13 @@ def add_report_flags(parser: argparse.ArgumentParser) -> None:
 def add_show_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `show`."""
     parser.add_argument("picture", metavar="PICTURE", help="a png, jpeg or webp file of generate, local or gs://")
+    parser.add_argument("--verbose", action="store_true", help="log more, and tracebacks")
+
+
+def add_selftest_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `selftest`."""
+    parser.add_argument("--device", choices=DEVICES, help="must be there (default: the best that is)")
+    parser.add_argument("--tpu", choices=tuple(TPUS), help="whose container variables are set, as on Dataflow")
     parser.add_argument("--verbose", action="store_true", help="log more, and tracebacks")
 
 

@@ -76,12 +76,13 @@ def run(
     batch_size=4,
     fresh_start=True,
     options=None,
+    runner=None,
     **settings,
 ) -> PipelineResult:
-    """Runs the whole graph on the fake model, in this process."""
+    """Runs the whole graph on the fake model, in this process unless options and runner say otherwise."""
     if fresh_start:
         generate.prepare(str(output))
-    with TestPipeline(FnApiRunner(), options=options) as pipeline:
+    with TestPipeline(runner or FnApiRunner(), options=options) as pipeline:
         generate.build(
             pipeline,
             patterns=[str(path) for path in ([inputs] if isinstance(inputs, str | Path) else inputs)],

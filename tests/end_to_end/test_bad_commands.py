@@ -208,3 +208,12 @@ def test_a_run_that_fails_underway_is_one_line_and_goes_on(generate, jsonl, tmp_
     assert "the device caught fire" in line and line.endswith("the same command goes on from the last finished shard")
     generate(records, tmp_path / "out")
     assert command.counts(tmp_path / "out")["written"] == 2
+
+
+def test_a_worker_that_died_is_said_to_have_died(generate, jsonl, tmp_path, monkeypatch):
+    def dies(*_):
+        raise RuntimeError("Channel closed prematurely.")  # what Beam says
+
+    monkeypatch.setattr("apache_beam.Pipeline.run", dies)
+    line = the_error(generate(jsonl([{"prompt": "a"}]), tmp_path / "out", check=False), 1)
+    assert line.startswith("a worker's process ended in the middle of its work: killed, or out of memory; ")

@@ -1,6 +1,7 @@
 """Every request of a shard comes back, as a picture or with the reason why there is none, or the error is the run's."""
 
 import dataclasses
+import os
 import shutil
 import subprocess
 import sys
@@ -303,3 +304,11 @@ def test_a_tpu_job_stops_also_where_jax_runs_on_the_cpu_already(root):
             DiffusionModelHandler(spec_of(root, device="tpu")).load_model()
     finally:
         jax.config.update("jax_platforms", platforms)
+
+
+def test_what_the_driver_must_be_told_is_set_where_the_model_is_loaded(tiny_checkpoint, monkeypatch):
+    monkeypatch.setenv("TPU_WORKER_ID", "7")
+    spec = ModelSpec(str(tiny_checkpoint), "another", "EulerDiscreteScheduler", "float32", 4)
+    with pytest.raises(CheckpointError):  # after the devices have started
+        handler.load_programs(dataclasses.replace(spec, environment=(("TPU_WORKER_ID", "0"),)))
+    assert os.environ["TPU_WORKER_ID"] == "0"
