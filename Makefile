@@ -11,7 +11,7 @@ demo: .venv/installed
 	$(BIN)/lightmill generate --input model_handlers/embedded/prompts.txt --output $(OUT)/demo
 
 test: .venv/installed-test
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --dist loadfile
 
 check: .venv/installed-test
 	$(BIN)/ruff format --check .

@@ -117,11 +117,13 @@ def _check_files(options: GenerateOptions) -> None:
         _need_cloud_storage("input", pattern)
     _need_cloud_storage("output", options.output)
     _need_cloud_storage("jax_cache_dir", options.jax_cache_dir)
-    if options.checkpoint not in (EMBEDDED, BAKED_CHECKPOINT) and Path(options.checkpoint).exists():
-        raise UsageError(
-            f"--checkpoint={options.checkpoint} is on this machine, where the workers do not see it: copy it to gs://, "
-            f"or bake it into the image and give --checkpoint={BAKED_CHECKPOINT}"
-        )
+    weights = [("checkpoint", options.checkpoint), ("config", options.config)]
+    for name, source in [*weights, *[("lora", file) for file, _ in options.lora]]:
+        if source not in (None, EMBEDDED, BAKED_CHECKPOINT) and Path(source).exists():
+            raise UsageError(
+                f"--{name}={source} is on this machine, where the workers do not see it: copy it to gs://, or bake a "
+                f"checkpoint into the image and give --checkpoint={BAKED_CHECKPOINT}"
+            )
 
 
 def _need_cloud_storage(name: str, path: str | None) -> None:

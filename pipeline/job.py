@@ -127,7 +127,7 @@ def _describe(pipeline: beam.Pipeline, output: str) -> int:
     with _failing_in_one_line():
         prepare(output)
         pipeline.run()
-    print(f"The job is described and not run yet; when it has ended, `lightmill report {output}` accounts for it.")
+    print(f"The job is described and not run yet; when it has ended, `lightmill verify {output}` accounts for it.")
     return 0
 
 

@@ -12,6 +12,7 @@ from pipeline.output import read_recipe
 from pipeline.page import Page, render
 from transforms import rejects, storage
 from transforms.commits import read_commits
+from transforms.counts import FILE as COUNTS
 from transforms.counts import AccountingError, Counts, read_counts
 from transforms.formats import FOLDER_OF_PNG, FORMATS, OutputFormat
 from transforms.metadata import dataset_card
@@ -67,9 +68,12 @@ def page_of(output: str) -> str:
     """
     recipe, output_format = read_recipe(output)
     try:
+        files = storage.list_files(output, "")
         summary: dict[str, Any] = {}
-        if SUMMARY in storage.list_files(output, ""):
+        if SUMMARY in files:
             summary = json.loads(storage.read_file(storage.join(output, SUMMARY)))
+        if COUNTS in files:  # also after a job that nobody waited for, which has no summary
+            summary["counts"] = asdict(read_counts(output))
         inventory, _ = _inventory(output)
         _write_page(output, {**summary, "output": asdict(inventory)}, output_format, recipe)
     except (OSError, ValueError) as error:  # CommitError is a ValueError

@@ -8,7 +8,7 @@ import json
 import sys
 
 from pipeline.__main__ import main
-from pipeline.options import add_generate_flags
+from pipeline.options import SETTINGS, add_generate_flags
 
 # Of Beam's own flags those that a job cannot do without; the others are in the launch request's environment.
 _OF_BEAM = {
@@ -57,7 +57,7 @@ def _pattern(action: argparse.Action) -> str:
         return "|".join(str(choice) for choice in action.choices)
     if action.dest in _ON_CLOUD_STORAGE:
         return "gs://.+"
-    return r"[0-9]+([.][0-9]+)?" if action.type else ".+"
+    return r"[0-9]+([.][0-9]+)?" if action.type and action.dest not in SETTINGS else ".+"
 
 
 if __name__ == "__main__":

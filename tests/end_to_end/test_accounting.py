@@ -117,7 +117,7 @@ def test_the_page_shows_every_picture_beside_its_prompt(messy):
     page = (output / "index.html").read_text()
     for row in fakes.rows(output):
         assert html.escape(row["prompt"][:1000]) in page
-        assert f'src="{row["path"].relative_to(output)}"' in page
+        assert f'<a href="{row["path"].relative_to(output)}"><img src="data:image/webp;base64,' in page
 
 
 def test_an_empty_input_is_a_run_of_nothing(generate, tmp_path):

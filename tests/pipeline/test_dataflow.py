@@ -161,6 +161,7 @@ def without(name) -> list[str]:
         ((*COMPLETE, "--tpu=v5e-4", "--output=out"), "--output=out is on this machine"),
         ((*COMPLETE, "--tpu=v5e-4", "--input=a.csv"), "--input=a.csv is on this machine"),
         ((*COMPLETE, "--tpu=v5e-4", "--jax_cache_dir=/c"), "--jax_cache_dir=/c is on this machine"),
+        ((*COMPLETE, "--tpu=v5e-4", "--lora", f"{__file__}:0.5"), f"--lora={__file__} is on this machine"),
         ((*COMPLETE, "--tpu=v5e-4", f"--checkpoint={JOBS}"), f"give --checkpoint={dataflow.BAKED_CHECKPOINT}"),
         (("--tpu=v5e-4",), "choose machines of --runner=DataflowRunner; with FnApiRunner, give --device"),
         (("--runner=PortableRunner",), "name the workers' --device"),
