@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+from apache_beam.metrics.execution import MetricResult
 from apache_beam.metrics.metric import MetricResults, MetricsFilter
 from apache_beam.runners.runner import PipelineResult
 
@@ -17,10 +18,15 @@ def totals(result: PipelineResult) -> Counter[str]:
     sums: Counter[str] = Counter()
     found = result.metrics().query(MetricsFilter().with_namespace(metrics.NAMESPACE))
     for metric in found[MetricResults.COUNTERS]:
-        sums[metric.key.metric.name] += metric.result
+        sums[metric.key.metric.name] += _known(metric)
     for metric in found[MetricResults.DISTRIBUTIONS]:
-        sums[metric.key.metric.name] += metric.result.sum
+        sums[metric.key.metric.name] += _known(metric).sum
     return sums
+
+
+def _known(metric: MetricResult) -> Any:
+    # A job server has attempted values only; where both are known, committed ones count no bundle twice.
+    return metric.attempted if metric.committed is None else metric.committed
 
 
 def measured(result: PipelineResult) -> dict[str, float]:

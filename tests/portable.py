@@ -27,7 +27,8 @@ def workers(kind: str) -> Iterator[list[str]]:
     command = [sys.executable, "-m", "apache_beam.runners.worker.worker_pool_main", f"--service_port={port}"]
     # It starts its workers as `python`, and the job waits for ever if there is none.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    pool = subprocess.Popen(command, env=os.environ | {"PATH": path}, stderr=subprocess.DEVNULL)
+    environment = os.environ | {"PATH": path}
+    pool = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         while not _listens(port):
             assert pool.poll() is None
@@ -35,7 +36,7 @@ def workers(kind: str) -> Iterator[list[str]]:
         place = [f"--environment_config=localhost:{port}", "--environment_type=EXTERNAL"]
         yield ["--runner=PortableRunner", "--job_endpoint=embed", *place]
     finally:
-        pool.send_signal(signal.SIGINT)  # at which it ends its workers too
+        os.killpg(pool.pid, signal.SIGKILL)  # its workers too
         pool.wait()
 
 

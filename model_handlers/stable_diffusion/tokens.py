@@ -22,15 +22,15 @@ class Tokens:
       ids: int32 (W, T), each window with begin and end of text, padded; what lies behind the prompt is empty windows.
       count: tokens of the whole prompt, begin and end included.
       truncated: whether ids hold less than the whole prompt.
-      windows: how many of the W hold some of the prompt, at least 1.
       unknown_words: words that the vocabulary has no pieces for, so that they are mostly spelled in single bytes.
+      windows: how many of the W hold some of the prompt, at least 1.
     """
 
     ids: np.ndarray
     count: int
     truncated: bool
-    windows: int
     unknown_words: int
+    windows: int = 1
 
 
 class Tokenizer:

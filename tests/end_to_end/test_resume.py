@@ -84,9 +84,9 @@ def test_what_the_model_rejected_is_left_alone_until_it_is_to_be_tried_again(
     real = handler._fetch
 
     def flaky(started):
-        slots, tokens, (images, finite) = started
+        slots, tokens, (images, finite), fetched = started
         wanted = np.array([request is None or request.id not in ("r1", "r4") for request in slots])
-        return real((slots, tokens, (images, np.asarray(finite) & wanted)))
+        return real((slots, tokens, (images, np.asarray(finite) & wanted), fetched))
 
     with monkeypatch.context() as patch:
         patch.setattr(handler, "_fetch", flaky)

@@ -224,9 +224,10 @@ def test_fresh_noise_is_each_pictures_own(name, programs, digests, compilations)
     assert compilations == []
 
 
-@pytest.mark.parametrize("count", ["1", "2", "8"])
-def test_fresh_noise_is_the_same_on_any_number_of_devices(count, many_devices, programs):
-    assert many_devices["ancestral"][count] == with_sampler(programs, REQUESTS, "euler ancestral")
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_fresh_noise_is_the_same_on_any_number_of_devices(name, many_devices, programs):
+    found = with_sampler(programs, REQUESTS, name)
+    assert many_devices["stochastic"][name] == [found, found, found]
 
 
 def test_a_picture_does_not_depend_on_the_steps_of_its_neighbours(programs, digests):
@@ -310,13 +311,14 @@ def test_a_program_that_does_not_compile_says_which(programs, monkeypatch):
 
 
 def main(root):
-    found = {"digests": {}, "unguided": {}, "ancestral": {}, "collectives": []}
+    found = {"digests": {}, "unguided": {}, "stochastic": {name: [] for name in STOCHASTIC}, "collectives": []}
     for count in (1, 2, 8):
         programs = load(root, jax.devices()[:count])
         assert programs.batch_size == PER_DEVICE_BATCH_SIZE * count
         found["digests"][count] = draw_all(programs, REQUESTS)
         found["unguided"][count] = draw_all(programs, UNGUIDED)
-        found["ancestral"][count] = with_sampler(programs, REQUESTS, "euler ancestral")
+        for name, digests in found["stochastic"].items():
+            digests.append(with_sampler(programs, REQUESTS, name))
         (compiled,) = programs.compiled.values()
         names = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
         found["collectives"] += re.findall(rf"\b(?:{names})\b", compiled.as_text())

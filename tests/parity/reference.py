@@ -47,8 +47,6 @@ NETWORKS = {
     "unet": lambda settings: UNet2DConditionModel(**settings),
     "vae": lambda settings: AutoencoderKL(**settings),
 }
-# For clip_skip, StableDiffusionPipeline reaches for the only child of its text encoder, which transformers 5 took away.
-CLIPTextModel.text_model = property(lambda self: self)
 TEXT_SETTINGS = ("prompt_2", "negative_prompt_2", "clip_skip")
 SCHEDULES = ("timesteps", "sigmas")
 
@@ -110,13 +108,15 @@ def outputs(pipeline: DiffusionPipeline, case: Case) -> dict[str, np.ndarray]:
     )
     encoded = pipeline.vae.encode(given["images"]).latent_dist
     keep(mean=encoded.mean, log_variance=encoded.logvar, decoded=pipeline.vae.decode(given["latents"]).sample)
-    for picture, noise in zip(case.pictures, given["noise"], strict=True):
-        embedded = embed(pipeline, case, picture)
-        keep(**embedded)
-        image = draw(pipeline, case, picture, noise)
-        keep(image=torch.from_numpy(image.transpose(0, 3, 1, 2)))
-        rounded = np.asarray(VaeImageProcessor.numpy_to_pil(image)[0])
-        results.setdefault("rounded", []).append(rounded)
+    # With clip_skip, the pipeline looks for the only child of its text encoder, which transformers 5 took away.
+    with mock.patch.object(CLIPTextModel, "text_model", property(lambda self: self), create=True):
+        for picture, noise in zip(case.pictures, given["noise"], strict=True):
+            embedded = embed(pipeline, case, picture)
+            keep(**embedded)
+            image = draw(pipeline, case, picture, noise)
+            keep(image=torch.from_numpy(image.transpose(0, 3, 1, 2)))
+            rounded = np.asarray(VaeImageProcessor.numpy_to_pil(image)[0])
+            results.setdefault("rounded", []).append(rounded)
     return {name: np.stack(values) for name, values in results.items()}
 
 

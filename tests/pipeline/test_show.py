@@ -9,7 +9,7 @@ from PIL import Image, PngImagePlugin
 
 from pipeline.options import UsageError
 from pipeline.show import recipe_in
-from tests.fakes import RECIPE, painted
+from tests.fakes import RECIPE, SAMPLER, painted
 from transforms.metadata import recipe_text
 from transforms.pictures import IMAGE_FORMATS, KEYWORD
 from transforms.records import PromptRecord
@@ -18,7 +18,7 @@ from transforms.requests import expand
 
 @pytest.mark.parametrize("kind", IMAGE_FORMATS)
 def test_a_picture_of_every_kind_shows_its_recipe(tmp_path, kind):
-    (request,) = expand(PromptRecord("a.jsonl", 1, "id", "\u00fc red \u009b31m fox", {"seed": 7}), RECIPE)
+    (request,) = expand(PromptRecord("a.jsonl", 1, "id", "\u00fc red \u009b31m fox", {"seed": 7}), RECIPE, SAMPLER)
     data = IMAGE_FORMATS[kind].encode(painted(request.digest, 8, 8), recipe_text(request, RECIPE), 90)
     (tmp_path / "picture").write_bytes(data)
     shown = recipe_in(str(tmp_path / "picture"))

@@ -73,5 +73,6 @@ def test_a_terminal_has_one_line_that_is_cleared_in_the_end(monkeypatch):
 def test_a_log_has_lines_and_no_terminal_codes(monkeypatch, caplog):
     stream = _Stream(terminal=False)
     caplog.set_level(logging.INFO, "lightmill")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
     _watched(monkeypatch, stream, lambda: any("1 of 3 images" in line for line in caplog.messages))
     assert stream.text == "" and "\r" not in caplog.text
