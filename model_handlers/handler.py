@@ -208,7 +208,7 @@ def _fetch(started) -> list[ImageResult]:
     if not len(slots) == len(tokens) == len(images) == len(finite):
         raise RuntimeError(f"a batch of {len(slots)} gave {len(images)} images and {len(finite)} flags")
     used = [token for request, token in zip(slots, tokens, strict=True) if request is not None]
-    metrics.count("tokens_truncated", sum(token.count - len(token.ids) for token in used if token.truncated))
+    metrics.count("tokens_truncated", sum(token.cut for token in used))
     return [
         ImageResult(
             request.key,

@@ -32,6 +32,12 @@ class Tokens:
     unknown_words: int
     windows: int = 1
 
+    @property
+    def cut(self) -> int:
+        """How many tokens of the prompt the ids do not hold."""
+        windows, length = self.ids.shape
+        return max(0, self.count - 2 - windows * (length - 2))
+
 
 class Tokenizer:
     """CLIP's byte-pair encoding, in windows of the encoder's length.

@@ -65,6 +65,7 @@ def test_the_counts_add_up(messy):
     }
     summary = json.loads((output / "summary.json").read_text())
     assert {name: count for name, count in summary["counts"].items() if count} == command.counts(output)
+    assert summary["run"]["tokens_truncated"] == 200 - 75
     assert summary["output"]["images"] == len(GOOD) == len(list(output.glob("images/*/*.png")))
     assert finished.stdout.startswith("26 records: 12 images written in ")
     assert "0 there before, 1 duplicates, 13 rejected; see " in finished.stdout

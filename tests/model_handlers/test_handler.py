@@ -80,7 +80,9 @@ class FakePrograms:
         self._lost = lost
 
     def prepare(self, requests):
-        return list(requests), [Tokens(np.zeros(77, np.int32), len(r.prompt), len(r.prompt) > 77, 0) for r in requests]
+        return list(requests), [
+            Tokens(np.zeros((1, 77), np.int32), len(r.prompt), len(r.prompt) > 77, 0) for r in requests
+        ]
 
     def compile(self, height, width, like):
         return not self.calls

@@ -54,6 +54,7 @@ def test_a_prompt_takes_as_many_windows_as_it_needs_of_those_there_are(words, wi
     tokens = tokenize("red " * words, windows=3)
     assert tokens.ids.shape == (3, LENGTH)
     assert (tokens.count, tokens.windows, tokens.truncated) == (words + 2, windows, truncated)
+    assert tokens.cut == max(0, words - 3 * ROOM)
 
 
 def test_windows_hold_the_prompt_end_to_end_each_with_its_own_begin_and_end(tokenize):
