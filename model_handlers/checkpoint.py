@@ -91,7 +91,7 @@ def identity(root: Path, variant: str | None = None) -> str:
     total = hashlib.sha256()
     for path in [root / "model_index.json", *_deciding_files(root, variant)]:
         try:
-            content = _digest_of(path)
+            content = digest_of(path)
         except FileNotFoundError:
             raise CheckpointError(f"{path}: no such file, but model_index.json names {path.parent.name}") from None
         total.update(f"{content}  {path.relative_to(root).as_posix()}\n".encode())
@@ -281,7 +281,7 @@ def _shards(index: Path) -> list[Path]:
 SETTLED = 2.0  # seconds
 
 
-def _digest_of(path: Path) -> str:
+def digest_of(path: Path) -> str:
     """sha256 of a file; of weights it is remembered for as long as the file stays as it is."""
     status = path.stat()
     key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

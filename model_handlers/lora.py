@@ -6,7 +6,6 @@ are brought to one spelling: the name of diffusers, with "_" for ".".
 """
 
 import collections
-import hashlib
 import json
 import logging
 import math
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from model_handlers import fetch
+from model_handlers import checkpoint, fetch
 from model_handlers.tensors import CheckpointError, Rules, Tensor, read_tensors, renamed
 
 log = logging.getLogger("lightmill")
@@ -277,8 +276,7 @@ def _spelling(module: str, unet_rules: Rules) -> str:
 
 def _digest(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return checkpoint.digest_of(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 

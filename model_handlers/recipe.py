@@ -66,11 +66,9 @@ class Recipe:
     def of_model(self) -> dict[str, str | int]:
         """The part that decides pixels for every record alike; a record's own fields decide the rest."""
         names = ("checkpoint", "family", "scheduler", "scheduler_options", "dtype", "per_device_batch_size")
-        # Only what is set, so that what is new here changes no digest of a picture without it.
-        unlike = {name: getattr(self, name) for name in ("lora", "prompt_windows")}
-        return {name: getattr(self, name) for name in names} | {
-            name: value for name, value in unlike.items() if value != getattr(Recipe, name)
-        }
+        # Only where they are set, so that what is new here changes no digest of a picture without it.
+        later = [name for name in ("lora", "prompt_windows") if getattr(self, name) != getattr(Recipe, name)]
+        return {name: getattr(self, name) for name in (*names, *later)}
 
 
 @dataclass(frozen=True)
