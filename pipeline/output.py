@@ -104,10 +104,7 @@ def read_recipe(output: str) -> tuple[Recipe, OutputFormat]:
 
 
 def _content(recipe: Recipe, output_format: OutputFormat) -> dict[str, Any]:
-    values = dataclasses.asdict(recipe)
-    if recipe.lora == Recipe.lora:  # as in an output from before there was LoRA, which is still of this recipe
-        del values["lora"]
-    return {"recipe": values, "output": dataclasses.asdict(output_format)}
+    return {"recipe": dataclasses.asdict(recipe), "output": dataclasses.asdict(output_format)}
 
 
 def _changes(output: str, ours: dict[str, Any]) -> list[str] | None:

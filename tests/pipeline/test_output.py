@@ -44,12 +44,6 @@ def test_a_new_recipe_has_a_place_of_its_own_to_which_it_comes_back(tmp_path):
     assert open_output(output, third, FOLDER_OF_PNG, "new").path not in places
 
 
-def test_an_output_from_before_there_was_lora_is_of_a_recipe_without(tmp_path):
-    open_output(str(tmp_path), RECIPE, FOLDER_OF_PNG)
-    assert "lora" not in json.loads((tmp_path / "recipe.json").read_text())["recipe"]
-    assert read_recipe(str(tmp_path))[0].lora == "[]"
-
-
 @pytest.mark.parametrize("changed", ["[]", '[["b", 1.0]]', '[["a", 0.5]]'])
 def test_lora_files_belong_to_the_recipe_of_an_output(changed, tmp_path):
     recipes = [dataclasses.replace(RECIPE, lora=lora) for lora in ('[["a", 1.0]]', changed)]
