@@ -4,18 +4,18 @@ from pathlib import Path
 
 from model_handlers import checkpoint
 from model_handlers.checkpoint import CheckpointError
-from model_handlers.stable_diffusion.model import StableDiffusionXL
+from model_handlers.stable_diffusion.model import StableDiffusion
 
 # A family has `describe`, for the command line, and `load`, for the workers.
 FAMILIES = {
-    "StableDiffusionPipeline": StableDiffusionXL,
-    "StableDiffusionXLPipeline": StableDiffusionXL,
-    "FlaxStableDiffusionPipeline": StableDiffusionXL,
-    "FlaxStableDiffusionXLPipeline": StableDiffusionXL,
+    "StableDiffusionPipeline": StableDiffusion,
+    "StableDiffusionXLPipeline": StableDiffusion,
+    "FlaxStableDiffusionPipeline": StableDiffusion,
+    "FlaxStableDiffusionXLPipeline": StableDiffusion,
 }
 
 
-def family_of(root: Path) -> type[StableDiffusionXL]:
+def family_of(root: Path) -> type[StableDiffusion]:
     """The class that runs a checkpoint folder; raises CheckpointError, listing the known, if there is none."""
     path = root / "model_index.json"
     name = checkpoint.read_json(path).get("_class_name")

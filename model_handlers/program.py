@@ -10,7 +10,7 @@ from flax import nnx
 from model_handlers import mesh as meshes
 from model_handlers import metrics
 from model_handlers.recipe import ImageRequest
-from model_handlers.stable_diffusion.model import Inputs, Loop, StableDiffusionXL, generate
+from model_handlers.stable_diffusion.model import Inputs, Loop, StableDiffusion, generate
 from model_handlers.stable_diffusion.tokens import Tokens
 
 log = logging.getLogger("lightmill")
@@ -35,7 +35,7 @@ class Programs:
       clock: how much of the time the devices have work.
     """
 
-    def __init__(self, model: StableDiffusionXL, mesh: jax.sharding.Mesh, per_device_batch_size: int):
+    def __init__(self, model: StableDiffusion, mesh: jax.sharding.Mesh, per_device_batch_size: int):
         self.batch_size = per_device_batch_size * mesh.size
         self.compiled: dict[tuple[int, int], jax.stages.Compiled] = {}
         self.clock = metrics.DeviceClock()
@@ -44,7 +44,7 @@ class Programs:
         self._networks = nnx.split(model.networks)
 
     def prepare(self, requests: Sequence[ImageRequest]) -> tuple[Inputs, list[Tokens]]:
-        """The host's part of a batch; see `StableDiffusionXL.prepare`."""
+        """The host's part of a batch; see `StableDiffusion.prepare`."""
         return self._model.prepare(requests)
 
     def compile(self, height: int, width: int, like: Inputs) -> bool:

@@ -74,7 +74,7 @@ def write(case: Case, root: Path) -> Path:
 
 
 def abstract_networks(root: Path) -> Networks:
-    """The networks of a checkpoint's configs as shapes only, as `StableDiffusionXL.load` makes them."""
+    """The networks of a checkpoint's configs as shapes only, as `StableDiffusion.load` makes them."""
     return nnx.eval_shape(lambda: Networks(Configs.read(root), _one_key(), param_dtype="float32"))
 
 

@@ -305,7 +305,7 @@ def generate(networks: Networks, inputs: Inputs, loop: Loop, *, height: int, wid
     return jnp.round(jnp.clip(images, 0, 1) * 255).astype(jnp.uint8), finite
 
 
-class StableDiffusionXL:
+class StableDiffusion:
     """A loaded checkpoint: its networks on the devices, its tokenizers and its sampler on the host."""
 
     def __init__(self, configs: Configs, networks: Networks, tokenizers: Sequence[Tokenizer]):
@@ -366,7 +366,7 @@ class StableDiffusionXL:
         sharding: jax.sharding.Sharding | None = None,
         variant: str | None = None,
         adapters: Sequence[Adapter] = (),
-    ) -> "StableDiffusionXL":
+    ) -> "StableDiffusion":
         """Reads a checkpoint folder onto the devices, with the LoRA files of `adapters` merged into it.
 
         Raises:

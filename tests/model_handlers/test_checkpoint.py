@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from model_handlers import checkpoint
 from model_handlers.checkpoint import CheckpointError
 from model_handlers.config import ConfigError
-from model_handlers.stable_diffusion.model import NETWORKS, Configs, StableDiffusionXL
+from model_handlers.stable_diffusion.model import NETWORKS, Configs, StableDiffusion
 from model_handlers.stable_diffusion.tokens import Tokenizer
 from tests import checkpoints
 from tests.parity import cases
@@ -84,7 +84,7 @@ def test_a_config_of_another_width_is_refused_before_weights_are_read(root):
     config = json.loads((root / "unet/config.json").read_text()) | {"cross_attention_dim": 96}
     (root / "unet/config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="of another shape than config"):
-        StableDiffusionXL.check(root)
+        StableDiffusion.check(root)
 
 
 def test_shards_are_read_by_their_index(root):
@@ -142,7 +142,7 @@ def test_a_bfloat16_file_is_read_exactly(root):
 
 
 def test_parameters_keep_the_type_that_the_network_has(root):
-    model = StableDiffusionXL.load(root, scheduler="EulerDiscreteScheduler", dtype="bfloat16")
+    model = StableDiffusion.load(root, scheduler="EulerDiscreteScheduler", dtype="bfloat16")
     kinds = {leaf.dtype for leaf in jax.tree.leaves(model.networks) if isinstance(leaf, jax.Array)}
     assert kinds == {jnp.dtype("bfloat16")}
 
@@ -226,7 +226,7 @@ def test_a_broken_safetensors_file_is_one_clear_line(damage, root, networks):
 def test_a_broken_config_is_one_clear_line(content, root):
     (root / "vae/config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"^[^\n]*vae/config\.json: [^\n]*$"):
-        StableDiffusionXL.check(root)
+        StableDiffusion.check(root)
 
 
 def test_a_folder_without_vocabulary_is_no_tokenizer(root):
@@ -234,7 +234,7 @@ def test_a_folder_without_vocabulary_is_no_tokenizer(root):
         if file.name != "tokenizer_config.json":
             file.unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer/vocab\.json: no such file"):
-        StableDiffusionXL.check(root)
+        StableDiffusion.check(root)
 
 
 def test_a_tokenizer_of_a_larger_vocabulary_than_the_text_encoders_is_refused(root):
@@ -242,14 +242,14 @@ def test_a_tokenizer_of_a_larger_vocabulary_than_the_text_encoders_is_refused(ro
     (root / "text_encoder/config.json").write_text(json.dumps(config | {"vocab_size": cases.VOCABULARY_SIZE - 1}))
     sizes = f"{cases.VOCABULARY_SIZE} tokens, but the text encoder's vocab_size is {cases.VOCABULARY_SIZE - 1}"
     with pytest.raises(CheckpointError, match=sizes):
-        StableDiffusionXL.check(root)
+        StableDiffusion.check(root)
 
 
 @pytest.mark.parametrize("file", ["vocab.json", "merges.txt", "tokenizer.json"])
 def test_a_malformed_tokenizer_is_refused(file, root):
     (root / "tokenizer" / file).write_text('{"model": 3')
     with pytest.raises(CheckpointError, match="tokenizer"):
-        StableDiffusionXL.check(root)
+        StableDiffusion.check(root)
 
 
 def test_a_tokenizer_saved_by_transformers_5_gives_the_same_ids(root, tmp_path):

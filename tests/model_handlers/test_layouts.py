@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from model_handlers import checkpoint, fetch
 from model_handlers.checkpoint import CheckpointError
 from model_handlers.families import family_of
-from model_handlers.stable_diffusion.model import NETWORKS, StableDiffusionXL
+from model_handlers.stable_diffusion.model import NETWORKS, StableDiffusion
 from model_handlers.tensors import read_tensors
 from tests import checkpoints, layouts
 from tests.parity import cases
@@ -75,7 +75,7 @@ def test_a_single_file_holds_the_tensors_of_the_folder_bit_by_bit(name, folders,
 def test_a_single_file_makes_the_model_that_its_folder_makes(folders, tmp_path):
     root = fetch.checkpoint_folder(str(single_file(folders, "as_sd_1", tmp_path)), config=str(folders["as_sd_1"]))
     mine, expected = (
-        StableDiffusionXL.load(where, scheduler="EulerDiscreteScheduler", dtype="float32").networks
+        StableDiffusion.load(where, scheduler="EulerDiscreteScheduler", dtype="float32").networks
         for where in (root, folders["as_sd_1"])
     )
     jax.tree.map(np.testing.assert_array_equal, nnx.state(mine, nnx.Param), nnx.state(expected, nnx.Param))

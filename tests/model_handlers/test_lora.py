@@ -14,7 +14,7 @@ from model_handlers import checkpoint, lora
 from model_handlers.checkpoint import CheckpointError
 from model_handlers.lora import Adapter, Targets
 from model_handlers.stable_diffusion import original
-from model_handlers.stable_diffusion.model import StableDiffusionXL
+from model_handlers.stable_diffusion.model import StableDiffusion
 from tests.parity import adapters, cases
 
 QUERY = "unet.mid_block.attentions.0.transformer_blocks.1.attn1.to_q"
@@ -164,7 +164,7 @@ def test_a_loaded_checkpoint_has_the_changes_in_its_stacks_and_nowhere_else(writ
     name = "text_encoder_2.text_model.encoder.layers.1.mlp.fc2"
     adapter = write(peft() | peft(CONVOLUTION, inputs=(32, 3, 3)) | peft(name, inputs=(64,)), weight=0.25)
     changed = {QUERY: pair(), CONVOLUTION: pair(inputs=(32, 3, 3)), name: pair(inputs=(64,))}
-    model = StableDiffusionXL.load(
+    model = StableDiffusion.load(
         tiny_checkpoint, scheduler="EulerDiscreteScheduler", dtype="float32", adapters=[adapter]
     )
     for network in ("text_encoder", "text_encoder_2", "unet"):

@@ -23,7 +23,7 @@ from model_handlers import program as program_module
 from model_handlers.program import CompileError, Programs
 from model_handlers.recipe import ImageRequest, Settings
 from model_handlers.stable_diffusion import model as sdxl
-from model_handlers.stable_diffusion.model import StableDiffusionXL
+from model_handlers.stable_diffusion.model import StableDiffusion
 from tests.checkpoints import TINY
 
 PER_DEVICE_BATCH_SIZE = 4
@@ -71,7 +71,7 @@ REQUESTS = [
 def load(root, devices):
     devices_mesh = mesh.make_mesh(devices)
     sharding = mesh.sharding(devices_mesh)
-    model = StableDiffusionXL.load(root, scheduler="EulerDiscreteScheduler", dtype="float32", sharding=sharding)
+    model = StableDiffusion.load(root, scheduler="EulerDiscreteScheduler", dtype="float32", sharding=sharding)
     return Programs(model, devices_mesh, PER_DEVICE_BATCH_SIZE)
 
 

@@ -17,7 +17,7 @@ from model_handlers.program import COMPILER_OPTIONS
 from model_handlers.recipe import ImageRequest, Settings
 from model_handlers.samplers import Steps, Tables
 from model_handlers.stable_diffusion import model as sdxl
-from model_handlers.stable_diffusion.model import StableDiffusionXL
+from model_handlers.stable_diffusion.model import StableDiffusion
 from tests.parity import sampling
 from tests.parity.cases import Case
 from tests.parity.sampling import Sampling, Trajectory
@@ -43,7 +43,7 @@ def compared(case: Case) -> list[str]:
 
 def outputs(root: Path, case: Case, adapters: Sequence[Adapter] = ()) -> dict[str, np.ndarray]:
     """Everything in `compared`, channels last."""
-    model = StableDiffusionXL.load(
+    model = StableDiffusion.load(
         root,
         scheduler="EulerDiscreteScheduler",
         prompt_windows=case.prompt_windows,
@@ -97,7 +97,7 @@ def sampler_differences(mine: Trajectory, reference: Trajectory) -> dict[str, fl
 _advance = jax.jit(samplers.advance)
 
 
-def _networks(model: StableDiffusionXL, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _networks(model: StableDiffusion, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     names = ["latents", "timesteps", "text"]
     if model.networks.text_encoder_2 is not None:
         names += ["pooled", "time_ids"]
@@ -111,7 +111,7 @@ def _networks(model: StableDiffusionXL, given: dict[str, np.ndarray]) -> dict[st
     return _compile(run, model.networks, given)(given)
 
 
-def _pictures(model: StableDiffusionXL, case: Case, noise: np.ndarray) -> dict[str, np.ndarray]:
+def _pictures(model: StableDiffusion, case: Case, noise: np.ndarray) -> dict[str, np.ndarray]:
     """Runs the real program, `generate`, on the given noise and keeps what passes through it.
 
     As in a job, the pictures of a batch are guided at the same evaluations, and free slots repeat the first of them.
