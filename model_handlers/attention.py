@@ -4,10 +4,13 @@ Axes: B batch, T query positions, S key positions, N heads, D channels of one he
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 from flax import nnx
+
+from model_handlers import mesh, tpu_attention
 
 
 def attention(
@@ -21,8 +24,12 @@ def attention(
 ) -> jax.Array:
     """Scaled dot-product attention, (B, T, C) x (B, S, C) -> (B, T, C); scores and softmax are float32.
 
-    `mask` (B, S) says which keys there are.
+    `mask` (B, S) says which keys there are. On TPU, heads that fill its lanes go through a kernel that keeps the scores
+    on the chip: plain, they are most of what the UNet moves to memory and back.
     """
+    if not causal and mesh.on_tpu() and tpu_attention.fits(query, key, num_heads):
+        kernel = partial(tpu_attention.attention, num_heads=num_heads)
+        return mesh.by_row(kernel)(query, key, value, mask)
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], num_heads, -1)
@@ -42,13 +49,16 @@ class Stack(nnx.Module):
         self.length = length
         self.block = nnx.vmap(make_block, in_axes=0, out_axes=0)(rngs.split(length))
 
-    def __call__(self, x: jax.Array, *context: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the last block's output, and every block's output stacked along a first axis."""
+    def scan(self, step: Callable[[Any, Any, Any], tuple[Any, Any]], carry: Any = None, inputs: Any = None) -> Any:
+        """`jax.lax.scan` over the blocks: step(block, carry, input) gives the next carry and an output.
+
+        `inputs` have an entry for each block along their first axis. Returns the last carry, and the outputs stacked.
+        """
         definition, parameters = nnx.split(self.block)
 
-        def step(x, parameters):
-            x = nnx.merge(definition, parameters)(x, *context)
-            return x, x
+        def step_of(carry, slices):
+            parameters, inputs = slices
+            return step(nnx.merge(definition, parameters), carry, inputs)
 
         # Of one block there is nothing to save, and a loop around it would copy its weights.
-        return jax.lax.scan(step, x, parameters, unroll=self.length == 1)
+        return jax.lax.scan(step_of, carry, (parameters, inputs), unroll=self.length == 1)

@@ -1,8 +1,7 @@
 """How one request is sampled: its sampler's tables, and which evaluations of the network are guided.
 
-Decided on the host and from the request alone. The program works on whole batches, and with guidance it evaluates twice
-as many rows, in other shapes, which may give other last bits: so only requests with the same answer share a batch, and
-none is ever evaluated in one way or the other because of a neighbour.
+Decided on the host and from the request alone. Guidance is a second pass of the whole batch, so requests with the same
+answer share one: a neighbour's would cost a request time, though no bits.
 """
 
 import numpy as np

@@ -248,7 +248,7 @@ def noise_loss(unet: UNet2DConditionModel, batch: dict[str, jax.Array], key: jax
     states, pooled = (
         jnp.where(jnp.expand_dims(batch["kept"], range(1, x.ndim)), x, 0) for x in (batch["states"], batch["pooled"])
     )
-    predicted = unet(noisy, timesteps, states, pooled, batch["time_ids"])
+    predicted = unet(noisy, timesteps, unet.condition(states, pooled, batch["time_ids"]))
     snr = alpha / (1 - alpha)
     return jnp.mean(jnp.clip(snr, *SNR_BOUNDS) / snr * (predicted - noise) ** 2)
 

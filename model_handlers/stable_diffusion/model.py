@@ -27,7 +27,7 @@ from model_handlers.samplers import MAX_EVALUATIONS, SchedulerConfig
 from model_handlers.stable_diffusion import original
 from model_handlers.stable_diffusion.text import CLIPTextModel, TextConfig
 from model_handlers.stable_diffusion.tokens import Tokenizer, Tokens
-from model_handlers.stable_diffusion.unet import UNet2DConditionModel, UNetConfig
+from model_handlers.stable_diffusion.unet import Conditioning, UNet2DConditionModel, UNetConfig
 from model_handlers.stable_diffusion.vae import AutoencoderKL, VAEConfig
 
 NETWORKS = ("text_encoder", "text_encoder_2", "unet", "vae")
@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
       seeds: uint32 (B, 2), the high and the low half of a seed.
       time_ids, negative_time_ids: float32 (B, 6), original size, crop and target size in pixels, each (height, width).
       guidance_scale, guidance_rescale: float32 (B,).
-      guided: int32 (B, 2), the evaluations between which there is guidance, the same in every row; see `sampling`.
+      guided: int32 (B, 2), the evaluations between which there is guidance; see `sampling`.
       num_evaluations: int32 (B,). Each row has its own tables, and what lies behind its last evaluation has no effect.
       timesteps, input_scale: float32 (B, E); updates: float32 (B, E, K, K + 2); init_noise_sigma: float32 (B,); see
         `samplers.Tables`.
@@ -74,7 +74,7 @@ class Loop(NamedTuple):
     Attributes:
       num_evaluations: int32 ().
       noisy: bool (E,), whether some row gets fresh noise at an evaluation.
-      guided: bool (E,), whether an evaluation is made with the negative prompt too.
+      guided: bool (E,), whether some row is guided at an evaluation.
     """
 
     num_evaluations: Any
@@ -83,24 +83,16 @@ class Loop(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs) -> "Loop":
-        (start, stop), evaluation = inputs.guided[0], np.arange(MAX_EVALUATIONS)
         return cls(
             inputs.num_evaluations.max(),
             inputs.updates[..., samplers.NOISE > 0].any((0, 2, 3)),
-            (start <= evaluation) & (evaluation < stop),
+            is_guided(inputs, np.arange(MAX_EVALUATIONS)[:, None]).any(1),
         )
 
 
-class Conditioning(NamedTuple):
-    """What the UNet is told beside latents and time.
-
-    Text (B, W * T, X); in XL pooled (B, P) and time_ids (B, 6); and text_mask (B, W * T) if W is more than 1.
-    """
-
-    text: jax.Array
-    pooled: jax.Array | None
-    time_ids: jax.Array | None
-    text_mask: jax.Array | None = None
+def is_guided(inputs: Inputs, evaluation: Any) -> Any:
+    """Whether each row is guided at an evaluation; (B,), or (E, B) for evaluations (E, 1)."""
+    return (inputs.guided[:, 0] <= evaluation) & (evaluation < inputs.guided[:, 1])
 
 
 class Networks(nnx.Module):
@@ -192,27 +184,25 @@ def _layer(states: jax.Array, skip: jax.Array) -> jax.Array:
     return jnp.take_along_axis(states, layer[None, :, None, None], axis=0)[0]
 
 
-def embed_guidance(networks: Networks, inputs: Inputs) -> Conditioning:
-    """Conditioning (2B, ...) in which row 2i is the negative and row 2i + 1 the prompt of request i.
-
-    Side by side, the two stay on one chip when the batch is divided.
-    """
-    text, pooled = embed_prompts(networks, inputs.ids, inputs.clip_skip)
+def embed_guidance(networks: Networks, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
+    """Text (2, B, W * T, X) and pooled (2, B, P), as `embed_prompts`, of the prompts and of the negative prompts."""
+    ids = jnp.stack([inputs.ids, inputs.negative_ids])
     # The reference leaves out layers for the prompt only.
-    negative_text, negative_pooled = embed_prompts(networks, inputs.negative_ids, jnp.zeros_like(inputs.clip_skip))
+    clip_skip = jnp.stack([inputs.clip_skip, jnp.zeros_like(inputs.clip_skip)])
+    text, pooled = jax.vmap(partial(embed_prompts, networks))(ids, clip_skip)
+    keep = jnp.stack([jnp.ones_like(inputs.no_negative), ~inputs.no_negative])
+    return text * keep[..., None, None], None if pooled is None else pooled * keep[..., None]
+
+
+def condition(networks: Networks, inputs: Inputs) -> Conditioning:
+    """The UNet's conditioning on the prompts and on the negative prompts, along a new first axis of 2."""
+    text, pooled = embed_guidance(networks, inputs)
+    time_ids = None if pooled is None else jnp.stack([inputs.time_ids, inputs.negative_time_ids])
     _, _, windows, length = inputs.ids.shape
     text_mask = None
     if windows > 1:
-        text_mask = jnp.arange(windows * length) < jnp.repeat(inputs.num_windows, 2)[:, None] * length
-    if pooled is None or negative_pooled is None:
-        return Conditioning(_interleave(negative_text, text), None, None, text_mask)
-    keep = ~inputs.no_negative
-    return Conditioning(
-        _interleave(negative_text * keep[:, None, None], text),
-        _interleave(negative_pooled * keep[:, None], pooled),
-        _interleave(inputs.negative_time_ids, inputs.time_ids),
-        text_mask,
-    )
+        text_mask = jnp.stack([jnp.arange(windows * length) < inputs.num_windows[:, None] * length] * 2)
+    return jax.vmap(networks.unet.condition)(text, pooled, time_ids, text_mask)
 
 
 def initial_latents(seeds: jax.Array, init_noise_sigma: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -236,8 +226,8 @@ def denoise(
             slots[:, 0] * _per_row(inputs.input_scale[:, i]),
             inputs.timesteps[:, i],
             conditioning,
-            inputs,
-            loop.guided[i],
+            Guidance(inputs.guidance_scale, inputs.guidance_rescale, is_guided(inputs, i)),
+            num_passes=jnp.where(loop.guided[i], 2, 1),
         )
         noise = jax.lax.cond(
             loop.noisy[i],
@@ -251,27 +241,37 @@ def denoise(
     return jax.lax.fori_loop(0, loop.num_evaluations, step, slots)[:, 0]
 
 
+class Guidance(NamedTuple):
+    """Classifier-free guidance at one evaluation: scale and rescaled share, float32 (B,); and which rows have it."""
+
+    scale: jax.Array
+    rescale: jax.Array
+    guided: jax.Array
+
+
 def predict(
     networks: Networks,
     latents: jax.Array,
     timesteps: jax.Array,
     conditioning: Conditioning,
-    inputs: Inputs,
-    guided: jax.Array,
+    guidance: Guidance,
+    num_passes: jax.Array,
 ) -> jax.Array:
-    """The UNet's output (B, h, w, 4) for latents (B, h, w, 4) and timesteps (B,), by two evaluations if guided ()."""
+    """The UNet's output (B, h, w, 4) for latents (B, h, w, 4) and timesteps (B,), guided where a row is.
 
-    def with_guidance() -> jax.Array:
-        outputs = networks.unet(jnp.repeat(latents, 2, axis=0), jnp.repeat(timesteps, 2), *conditioning)
-        without, with_prompt = outputs[0::2].astype(jnp.float32), outputs[1::2].astype(jnp.float32)
-        mixed = without + _per_row(inputs.guidance_scale) * (with_prompt - without)
-        return rescaled(mixed, with_prompt, _per_row(inputs.guidance_rescale))
+    Guidance is a second pass of the same rows, with the negative prompts, and not a batch of twice as many: the network
+    is in the program once and takes half of the memory, and a row has the same bits whether its neighbours are guided
+    or not. `num_passes` is 1 if no row is, else 2.
+    """
 
-    def without_guidance() -> jax.Array:
-        prompts = jax.tree.map(lambda rows: rows[1::2], conditioning)
-        return networks.unet(latents, timesteps, *prompts).astype(jnp.float32)
+    def evaluate(i, outputs):
+        output = networks.unet(latents, timesteps, jax.tree.map(lambda of_both: of_both[i], conditioning))
+        return outputs.at[i].set(output.astype(jnp.float32))
 
-    return jax.lax.cond(guided, with_guidance, without_guidance)
+    with_prompt, without = jax.lax.fori_loop(0, num_passes, evaluate, jnp.zeros((2, *latents.shape)))
+    mixed = without + _per_row(guidance.scale) * (with_prompt - without)
+    mixed = rescaled(mixed, with_prompt, _per_row(guidance.rescale))
+    return jnp.where(_per_row(guidance.guided), mixed, with_prompt)
 
 
 def rescaled(mixed: jax.Array, with_prompt: jax.Array, share: jax.Array) -> jax.Array:
@@ -299,7 +299,7 @@ def generate(networks: Networks, inputs: Inputs, loop: Loop, *, height: int, wid
     scale = networks.vae.config.scale
     shape = (height // scale, width // scale, networks.vae.config.latent_channels)
     latents = initial_latents(inputs.seeds, inputs.init_noise_sigma, shape)
-    latents = denoise(networks, latents, embed_guidance(networks, inputs), inputs, loop)
+    latents = denoise(networks, latents, condition(networks, inputs), inputs, loop)
     images = decode(networks, latents)
     finite = jnp.isfinite(images).all((1, 2, 3)) & jnp.isfinite(latents).all((1, 2, 3))
     return jnp.round(jnp.clip(images, 0, 1) * 255).astype(jnp.uint8), finite
@@ -384,17 +384,18 @@ class StableDiffusion:
 
         Raises:
           ConfigError: the sampler has no schedule for a request.
-          ValueError: the requests are not guided at the same evaluations, see `sampling`.
         """
-        guided, *others = {sampling.guided(request, self.configs.scheduler) for request in requests}
-        if others:
-            raise ValueError(f"requests that are guided at other evaluations in one batch: {sorted([guided, *others])}")
+        guided = [sampling.guided(request, self.configs.scheduler) for request in requests]
         tokens = self._tokenize([(r.prompt, r.settings.prompt_2 or r.prompt) for r in requests])
         negatives = [(r.negative_prompt or "", r.settings.negative_prompt_2) for r in requests]
         negative_tokens = self._tokenize([(negative, negative_2 or negative) for negative, negative_2 in negatives])
         # Both prompts get the same number of windows, as elsewhere; without guidance nothing reads the negative one.
-        read = tokens if guided == sampling.NEVER else [*tokens, *negative_tokens]
-        num_windows = [max(text.windows for text in texts) for texts in zip(*read, strict=True)]
+        num_windows = [
+            max(text.windows for text in (prompts if evaluations == sampling.NEVER else (*prompts, *negatives)))
+            for evaluations, prompts, negatives in zip(
+                guided, zip(*tokens, strict=True), zip(*negative_tokens, strict=True), strict=True
+            )
+        ]
         zeros = self.configs.force_zeros_for_empty_prompt
         tables = [sampling.tables_of(r.num_inference_steps, r.settings, self.configs.scheduler) for r in requests]
 
@@ -415,7 +416,7 @@ class StableDiffusion:
             negative_time_ids=np.array([_negative_time_ids(request) for request in requests], np.float32),
             guidance_scale=np.array([request.guidance_scale for request in requests], np.float32),
             guidance_rescale=np.array([request.settings.guidance_rescale for request in requests], np.float32),
-            guided=np.array([guided] * len(requests), np.int32),
+            guided=np.array(guided, np.int32),
             num_evaluations=np.array([len(table) for table in tables], np.int32),
             timesteps=padded([table.timesteps for table in tables]),
             input_scale=padded([table.input_scale for table in tables]),
@@ -483,11 +484,6 @@ def _key(seed: jax.Array) -> jax.Array:
 def _per_row(values: jax.Array) -> jax.Array:
     """(B,) to (B, 1, 1, 1)."""
     return values[:, None, None, None]
-
-
-def _interleave(first: jax.Array, second: jax.Array) -> jax.Array:
-    """(B, ...) and (B, ...) to (2B, ...): first[0], second[0], first[1], ..."""
-    return jnp.stack([first, second], axis=1).reshape(-1, *first.shape[1:])
 
 
 def _time_ids(request: ImageRequest) -> tuple[int, ...]:

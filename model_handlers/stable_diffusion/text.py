@@ -134,7 +134,7 @@ class CLIPTextModel(nnx.Module):
         output is the normed last state at the end-of-text token.
         """
         embedded = self.text_model.embeddings(ids)
-        last, layers = self.text_model.encoder.layers(embedded)
+        last, layers = self.text_model.encoder.layers.scan(lambda layer, x, _: (y := layer(x), y), embedded)
         normed = self.text_model.final_layer_norm(last)
         # Unlike an index by row numbers, this gather needs nothing of other rows, so no chip asks another for them.
         pooled = jnp.take_along_axis(normed, self._end_of_text(ids)[:, None, None], axis=1)[:, 0]

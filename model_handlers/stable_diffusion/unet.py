@@ -4,7 +4,7 @@ Source: Rombach et al. 2022, Podell et al. 2023 (SDXL); module names and config 
 Axes: B batch, h and w latents, C channels, T text tokens, X channels of the text, E of the time embedding.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -100,11 +100,27 @@ class UNetConfig(Config):
         return self.per_level("attention_head_dim" if self.num_attention_heads is None else "num_attention_heads")
 
 
-class Text(NamedTuple):
-    """What is attended to: the text encoders' hidden states (B, T, X), and which of the T there are, None for all."""
+class Conditioning(NamedTuple):
+    """All that the network takes from text and sizes; the same at every timestep, so computed once.
 
-    states: jax.Array
+    Attributes:
+      embedding: (B, E), of pooled text and sizes, to be added to the timestep's; None without addition_embed_type.
+      keys_values: for each stack of transformer blocks, in the order in which they run, the keys and values of the text
+        in all its L blocks, each (L, B, T, C).
+      mask: bool (B, T), which of the text's states there are; None for all.
+    """
+
+    embedding: jax.Array | None
+    keys_values: list[tuple[jax.Array, jax.Array]]
     mask: jax.Array | None = None
+
+
+class Context(NamedTuple):
+    """What a forward pass hands down: the time embedding (B, E), and of the conditioning what is not used up yet."""
+
+    time: jax.Array
+    keys_values: Iterator[tuple[jax.Array, jax.Array]]
+    mask: jax.Array | None
 
 
 def sinusoids(positions: jax.Array, channels: int) -> jax.Array:
@@ -132,9 +148,14 @@ class CrossAttention(nnx.Module):
         self.to_v = nnx.Linear(context_channels, channels, use_bias=False, rngs=rngs, **dtypes)
         self.to_out = nnx.List([nnx.Linear(channels, channels, rngs=rngs, **dtypes)])
 
-    def __call__(self, x: jax.Array, context: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        mixed = attention(self.to_q(x), self.to_k(context), self.to_v(context), self.num_heads, mask=mask)
-        return self.to_out[0](mixed)
+    def keys_values(self, context: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(B, S, context_channels) to the keys and the values, each (B, S, C)."""
+        return self.to_k(context), self.to_v(context)
+
+    def __call__(
+        self, x: jax.Array, keys_values: tuple[jax.Array, jax.Array], mask: jax.Array | None = None
+    ) -> jax.Array:
+        return self.to_out[0](attention(self.to_q(x), *keys_values, self.num_heads, mask=mask))
 
 
 class GatedProjection(nnx.Module):
@@ -176,10 +197,11 @@ class TransformerBlock(nnx.Module):
         self.norm3 = nnx.LayerNorm(channels, **norm)
         self.ff = FeedForward(channels, rngs=rngs, **dtypes)
 
-    def __call__(self, x: jax.Array, text: Text) -> jax.Array:
+    def __call__(self, x: jax.Array, text: tuple[jax.Array, jax.Array], mask: jax.Array | None) -> jax.Array:
+        """Positions (B, T, C), and the keys and values of the text for `attn2`."""
         normed = self.norm1(x)
-        x = x + self.attn1(normed, normed)
-        x = x + self.attn2(self.norm2(x), text.states, text.mask)
+        x = x + self.attn1(normed, self.attn1.keys_values(normed))
+        x = x + self.attn2(self.norm2(x), text, mask)
         return x + self.ff(self.norm3(x))
 
 
@@ -196,10 +218,17 @@ class SpatialTransformer(nnx.Module):
             num_layers, lambda rngs: TransformerBlock(channels, context, num_heads, rngs=rngs, **dtypes), rngs
         )
 
-    def __call__(self, x: jax.Array, text: Text) -> jax.Array:
+    def keys_values(self, text: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of the text (B, T, X) in every block, each (L, B, T, C)."""
+        _, found = self.transformer_blocks.scan(lambda block, none, _: (none, block.attn2.keys_values(text)))
+        return found
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         batch, height, width, channels = x.shape
         y = self.proj_in(self.norm(x)).reshape(batch, height * width, channels)
-        y, _ = self.transformer_blocks(y, text)
+        y, _ = self.transformer_blocks.scan(
+            lambda block, y, keys_values: (block(y, keys_values, context.mask), None), y, next(context.keys_values)
+        )
         return x + self.proj_out(y.reshape(x.shape))
 
 
@@ -222,9 +251,9 @@ class Level(nnx.Module):
             [_transformer(level, config, rngs=rngs, **dtypes) for _ in in_channels] if attentions else []
         )
 
-    def layer(self, i: int, x: jax.Array, time: jax.Array, text: Text) -> jax.Array:
-        x = self.resnets[i](x, time)
-        return self.attentions[i](x, text) if len(self.attentions) else x
+    def layer(self, i: int, x: jax.Array, context: Context) -> jax.Array:
+        x = self.resnets[i](x, context.time)
+        return self.attentions[i](x, context) if len(self.attentions) else x
 
 
 class DownLevel(Level):
@@ -240,10 +269,10 @@ class DownLevel(Level):
             [] if last else [Downsample(channels, padding=((1, 1), (1, 1)), rngs=rngs, **dtypes)]
         )
 
-    def __call__(self, x: jax.Array, time: jax.Array, text: Text) -> Iterable[jax.Array]:
+    def __call__(self, x: jax.Array, context: Context) -> Iterable[jax.Array]:
         """Yields the output of every layer: each is the skip of a layer on the way up."""
         for i in range(len(self.resnets)):
-            x = self.layer(i, x, time, text)
+            x = self.layer(i, x, context)
             yield x
         for downsampler in self.downsamplers:
             x = downsampler(x)
@@ -265,10 +294,10 @@ class UpLevel(Level):
         super().__init__(in_channels, channels, attentions, level, config, rngs=rngs, **dtypes)
         self.upsamplers = nnx.List([Upsample(channels, rngs=rngs, **dtypes)] if level else [])
 
-    def __call__(self, x: jax.Array, skips: list[jax.Array], time: jax.Array, text: Text) -> jax.Array:
+    def __call__(self, x: jax.Array, skips: list[jax.Array], context: Context) -> jax.Array:
         """Consumes its skips from the end of the list."""
         for i in range(len(self.resnets)):
-            x = self.layer(i, jnp.concatenate([x, skips.pop()], axis=-1), time, text)
+            x = self.layer(i, jnp.concatenate([x, skips.pop()], axis=-1), context)
         for upsampler in self.upsamplers:
             _, height, width, _ = skips[-1].shape
             x = upsampler(x, (height, width))
@@ -282,9 +311,9 @@ class MidBlock(nnx.Module):
         self.resnets = nnx.List([_resnet(channels, channels, config, rngs=rngs, **dtypes) for _ in range(2)])
         self.attentions = nnx.List([_transformer(level, config, rngs=rngs, **dtypes)])
 
-    def __call__(self, x: jax.Array, time: jax.Array, text: Text) -> jax.Array:
-        x = self.attentions[0](self.resnets[0](x, time), text)
-        return self.resnets[1](x, time)
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        x = self.attentions[0](self.resnets[0](x, context.time), context)
+        return self.resnets[1](x, context.time)
 
 
 class UNet2DConditionModel(nnx.Module):
@@ -307,43 +336,52 @@ class UNet2DConditionModel(nnx.Module):
         self.conv_norm_out = GroupNorm(widths[0], config.norm_num_groups, config.norm_eps, rngs=rngs, **dtypes)
         self.conv_out = NarrowConv(widths[0], config.out_channels, (3, 3), rngs=rngs, **dtypes)
 
-    def __call__(
+    @property
+    def transformers(self) -> list[SpatialTransformer]:
+        """The stacks of transformer blocks, in the order in which they run."""
+        blocks: list[Level | MidBlock] = [*self.down_blocks, self.mid_block, *self.up_blocks]
+        return [stack for block in blocks for stack in block.attentions]
+
+    def condition(
         self,
-        latents: jax.Array,
-        timesteps: jax.Array,
         text: jax.Array,
         pooled: jax.Array | None = None,
         time_ids: jax.Array | None = None,
         text_mask: jax.Array | None = None,
-    ) -> jax.Array:
-        """One evaluation of the network.
+    ) -> Conditioning:
+        """Computes once what every evaluation of the network needs of its text.
 
         Args:
-          latents: (B, h, w, in_channels).
-          timesteps: (B,), in [0, 1000), may be fractional.
           text: (B, T, X), the text encoders' hidden states.
           pooled: (B, P), the pooled text embedding; only with addition_embed_type "text_time".
           time_ids: (B, 6), original size, crop and target size in pixels, each (height, width); likewise.
           text_mask: bool (B, T), which of the hidden states are attended to; None for all.
-
-        Returns:
-          (B, h, w, out_channels).
         """
-        time = self.time_embedding(sinusoids(timesteps, self.config.block_out_channels[0]))
+        embedding = None
         if self.add_embedding is not None:
             if pooled is None or time_ids is None:
                 raise ValueError("this UNet needs the pooled text and the time ids")
             sizes = sinusoids(time_ids, self.config.addition_time_embed_dim)
             sizes = sizes.reshape(len(time_ids), -1).astype(pooled.dtype)
-            time = time + self.add_embedding(jnp.concatenate([pooled, sizes], axis=-1))
-        context = Text(text, text_mask)
+            embedding = self.add_embedding(jnp.concatenate([pooled, sizes], axis=-1))
+        return Conditioning(embedding, [stack.keys_values(text) for stack in self.transformers], text_mask)
+
+    def __call__(self, latents: jax.Array, timesteps: jax.Array, conditioning: Conditioning) -> jax.Array:
+        """One evaluation of the network: (B, h, w, in_channels) to (B, h, w, out_channels).
+
+        `timesteps` (B,) are in [0, 1000) and may be fractional.
+        """
+        time = self.time_embedding(sinusoids(timesteps, self.config.block_out_channels[0]))
+        if conditioning.embedding is not None:
+            time = time + conditioning.embedding
+        context = Context(time, iter(conditioning.keys_values), conditioning.mask)
         x = self.conv_in(latents)
         skips = [x]
         for down in self.down_blocks:
-            skips.extend(down(skips[-1], time, context))
-        x = self.mid_block(skips[-1], time, context)
+            skips.extend(down(skips[-1], context))
+        x = self.mid_block(skips[-1], context)
         for up in self.up_blocks:
-            x = up(x, skips, time, context)
+            x = up(x, skips, context)
         return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))
 
     def from_original(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

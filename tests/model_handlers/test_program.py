@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,9 +25,12 @@ from model_handlers.program import CompileError, Programs
 from model_handlers.recipe import ImageRequest, Settings
 from model_handlers.stable_diffusion import model as sdxl
 from model_handlers.stable_diffusion.model import StableDiffusion
+from model_handlers.stable_diffusion.unet import Conditioning
 from tests.checkpoints import TINY
 
-PER_DEVICE_BATCH_SIZE = 4
+# With fewer rows, convolutions this small come into a range in which XLA on CPU parts their sums among threads, of
+# which more virtual devices have more.
+PER_DEVICE_BATCH_SIZE = 8
 
 
 def ask(
@@ -109,7 +113,7 @@ def test_every_request_gets_a_picture_of_its_own(digests):
     assert len(set(digests)) == len(REQUESTS)
 
 
-@pytest.mark.parametrize("slot", range(PER_DEVICE_BATCH_SIZE))
+@pytest.mark.parametrize("slot", [0, 3, PER_DEVICE_BATCH_SIZE - 1])
 def test_a_picture_is_the_same_in_every_slot_and_beside_any_neighbours(slot, programs, digests):
     for i, request in enumerate(REQUESTS):
         for shift in (1, 3):
@@ -127,7 +131,7 @@ def test_a_picture_is_the_same_whatever_the_order(programs, digests):
     assert draw_all(programs, REQUESTS[::-1]) == digests[::-1]
 
 
-# Requests that are guided alike share batches; each list here is of one kind, and shares none with `REQUESTS`.
+# In a job only requests that are guided alike share batches; each list here is of one kind.
 UNGUIDED = [
     ask(5, guidance_scale=1.0),
     ask(6, guidance_scale=0.0, negative_prompt="a zebra", steps=2),
@@ -159,13 +163,15 @@ def test_an_interval_of_all_noise_levels_is_none(programs):
     assert draw_all(programs, [ask(5, guidance_interval=(0.0, 10_000.0))]) == draw_all(programs, [ask(5)])
 
 
-def test_requests_that_are_guided_differently_are_kept_out_of_one_batch(programs):
-    with pytest.raises(ValueError, match=r"\[\(0, 0\), \(0, 1000\)\]"):
-        programs.prepare([REQUESTS[0], UNGUIDED[0]])
+def test_a_picture_is_the_same_beside_others_that_are_guided_at_other_evaluations(programs):
+    kinds = (REQUESTS[:4], UNGUIDED, PARTLY_GUIDED)
+    apart = [draw_all(programs, kind) for kind in kinds]
+    mixed = [request for trio in zip(*kinds, strict=True) for request in trio]
+    assert draw_all(programs, mixed) == [digest for trio in zip(*apart, strict=True) for digest in trio]
 
 
 def rows_evaluated(programs, requests):
-    """How many rows the UNet gets at each evaluation, by a stand-in for it that notes them while the program runs."""
+    """How many rows the UNet gets at each pass, by a stand-in for it that notes them while the program runs."""
     rows = []
 
     def unet(latents, *_):
@@ -173,8 +179,8 @@ def rows_evaluated(programs, requests):
         return latents
 
     inputs, _ = programs.prepare(requests)
-    latents, count = np.zeros((len(requests), 2, 2, 4), np.float32), 2 * len(requests)
-    conditioning = sdxl.Conditioning(np.zeros((count, 1, 1)), np.zeros((count, 1)), np.zeros((count, 6)))
+    latents = np.zeros((len(requests), 2, 2, 4), np.float32)
+    conditioning = Conditioning(jnp.zeros((2, len(requests), 1)), [])
     networks = SimpleNamespace(unet=unet)
     run = jax.jit(lambda inputs, loop: sdxl.denoise(networks, latents, conditioning, inputs, loop))
     run(inputs, sdxl.Loop.of(inputs)).block_until_ready()
@@ -182,13 +188,13 @@ def rows_evaluated(programs, requests):
     return rows
 
 
-def test_without_guidance_half_of_the_rows_are_evaluated_and_with_an_interval_those_inside_twice(programs):
+def test_without_guidance_there_is_one_pass_and_with_an_interval_a_second_one_inside(programs):
     sampler = programs._model.configs.scheduler
     sigmas = sampling.tables_of(5, Settings(), sampler).sigmas
     assert ((sigmas > 1) & (sigmas <= 5)).tolist() == [False, True, True, False, False]
-    assert rows_evaluated(programs, [ask(5, steps=5)] * 3) == [6] * 5
+    assert rows_evaluated(programs, [ask(5, steps=5)] * 3) == [3] * 10
     assert rows_evaluated(programs, [ask(5, steps=5, guidance_scale=1.0)] * 3) == [3] * 5
-    assert rows_evaluated(programs, PARTLY_GUIDED[:1] * 3) == [3, 6, 6, 3, 3]
+    assert rows_evaluated(programs, PARTLY_GUIDED[:1] * 3) == [3] * 7
 
 
 # Scheduler, its options, eta.
@@ -305,7 +311,7 @@ def test_a_program_that_does_not_compile_says_which(programs, monkeypatch):
 
     monkeypatch.setattr(program_module, "generate", generate)
     inputs, _ = programs.prepare(REQUESTS[:PER_DEVICE_BATCH_SIZE])
-    with pytest.raises(CompileError, match=r"^96 x 64 pixels at batch 4: RESOURCE_EXHAUSTED"):
+    with pytest.raises(CompileError, match=r"^96 x 64 pixels at batch 8: RESOURCE_EXHAUSTED"):
         programs.compile(64, 96, inputs)
     assert (64, 96) not in programs.compiled
 

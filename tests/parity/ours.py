@@ -98,12 +98,13 @@ _advance = jax.jit(samplers.advance)
 
 
 def _networks(model: StableDiffusion, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    names = ["latents", "timesteps", "text"]
+    names = ["text"]
     if model.networks.text_encoder_2 is not None:
         names += ["pooled", "time_ids"]
 
     def run(networks, given):
-        step = networks.unet(*(given[f"step_{name}"] for name in names))
+        conditioning = networks.unet.condition(*(given[f"step_{name}"] for name in names))
+        step = networks.unet(given["step_latents"], given["step_timesteps"], conditioning)
         mean, log_variance = networks.vae.encode(given["images"])
         decoded = networks.vae.decode(given["latents"])
         return {"step": step, "mean": mean, "log_variance": log_variance, "decoded": decoded}
@@ -125,11 +126,11 @@ def _pictures(model: StableDiffusion, case: Case, noise: np.ndarray) -> dict[str
         kept = {}
 
         def embed_guidance(networks, inputs):
-            conditioning = original_embed_guidance(networks, inputs)
-            kept.update(text=conditioning.text[1::2], negative_text=conditioning.text[0::2])
-            if conditioning.pooled is not None:
-                kept.update(pooled=conditioning.pooled[1::2], negative_pooled=conditioning.pooled[0::2])
-            return conditioning
+            text, pooled = original_embed_guidance(networks, inputs)
+            kept.update(text=text[0], negative_text=text[1])
+            if pooled is not None:
+                kept.update(pooled=pooled[0], negative_pooled=pooled[1])
+            return text, pooled
 
         def decode(networks, latents):
             image = original_decode(networks, latents)
