@@ -3,10 +3,10 @@
 Axes: B batch, T query positions, S key positions, N heads, D channels of one head, C = N * D channels.
 
 A TPU works on 128 lanes. Heads of 64 channels, brought into the usual (B, N, T, D), are padded to 128: twice the
-bytes, and a relayout before and after. Here the heads stay side by side in the lanes of (B, T, C). A grid step takes 128 lanes,
-two heads of 64; for each of them the queries of the other are zeros, and only its own lanes of the output are kept. The
-matrix unit does the same work as with padding, and memory sees the true bytes once. All keys are at hand in a step, so
-softmax is the plain one: its scores, a block of queries by S, never leave the chip.
+bytes, and a relayout before and after. Here the heads stay side by side in the lanes of (B, T, C). A grid step takes
+128 lanes, two heads of 64; for each of them the queries of the other are zeros, and only its own lanes of the output
+are kept. The matrix unit does the same work as with padding, and memory sees the true bytes once. All keys are at hand
+in a step, so softmax is the plain one: its scores, a block of queries by S, never leave the chip.
 """
 
 from functools import partial
