@@ -12,6 +12,8 @@ from flax import nnx
 
 from model_handlers import mesh, tpu_attention
 
+MAX_SCORES = 2**26  # of one row, in float32: 256 MB
+
 
 def attention(
     query: jax.Array,
@@ -31,12 +33,36 @@ def attention(
         kernel = partial(tpu_attention.attention, num_heads=num_heads)
         return mesh.by_row(kernel)(query, key, value, mask)
 
+    if not causal and (blocks := _blocks(query.shape[1], key.shape[1], num_heads)) > 1:
+        # As much memory as one block's scores; a VAE's at 1024 x 1024 pixels would take a gigabyte an image.
+        parts = query.reshape(len(query), blocks, -1, query.shape[-1]).swapaxes(0, 1)
+        mixed = jax.lax.map(lambda part: _plain(part, key, value, num_heads, mask), parts)
+        return mixed.swapaxes(0, 1).reshape(query.shape)
+    return _plain(query, key, value, num_heads, mask, causal)
+
+
+def _plain(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    num_heads: int,
+    mask: jax.Array | None,
+    causal: bool = False,
+) -> jax.Array:
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], num_heads, -1)
 
     keys = None if mask is None else mask[:, None, None]
     mixed = jax.nn.dot_product_attention(split(query), split(key), split(value), mask=keys, is_causal=causal)
     return mixed.reshape(query.shape)
+
+
+def _blocks(length: int, keys: int, num_heads: int) -> int:
+    """Into how many blocks to part the queries, so that the scores of a row's block stay below `MAX_SCORES`."""
+    blocks = 1
+    while num_heads * length * keys > blocks * MAX_SCORES and length % (2 * blocks) == 0:
+        blocks *= 2
+    return blocks
 
 
 class Stack(nnx.Module):

@@ -1,6 +1,7 @@
 """How arrays lie on the chips: a mesh of devices and, for each logical axis, the mesh axis that divides it."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,3 +30,14 @@ def by_row(function: Callable) -> Callable:
     """The function on each chip's own rows of its arguments: a kernel, which the compiler cannot divide by itself."""
     rows = PartitionSpec(RULES["batch"])
     return jax.shard_map(function, in_specs=rows, out_specs=rows, check_vma=False)
+
+
+def row_by_row(function: Callable[..., jax.Array], *rows: Any) -> jax.Array:
+    """A function of arrays (B, ...) that treats each row by itself, on one row of every chip at a time."""
+    chips = jax.sharding.get_abstract_mesh().shape.get(RULES["batch"], 1)
+
+    def by_turns(x: jax.Array) -> jax.Array:
+        return x.reshape(chips, -1, *x.shape[1:]).swapaxes(0, 1)
+
+    made = jax.lax.map(lambda turn: function(*turn), jax.tree.map(by_turns, rows))
+    return made.swapaxes(0, 1).reshape(-1, *made.shape[2:])

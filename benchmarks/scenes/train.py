@@ -13,9 +13,9 @@ Three stages, each on what the one before it made and leaves as it is, as SDXL w
 
 Weights are averaged (EMA). Every few minutes the state is saved in --work_dir, and the same command goes on from there.
 
-On two cores (AVX-512) with 24 GiB it takes about an hour and a half: a step of stages 1 and 3 takes 0.4 s, of stage 2
-0.25 s. The score to expect is that in model_handlers/embedded/README.md: background 100 %, colours 98 %, shapes 92 %,
-relation 98 %, everything at once 92 %.
+On two cores (AVX-512) with 24 GiB it takes about two hours: a step of stages 1 and 3 takes 0.4 s, of stage 2 0.25 s.
+The score to expect is in model_handlers/embedded/README.md: background 100 %, colours and relation 99 %, shapes and
+everything at once 95 %.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from model_handlers.stable_diffusion.text import CLIPTextModel, TextConfig
 from model_handlers.stable_diffusion.unet import UNet2DConditionModel, UNetConfig
 from model_handlers.stable_diffusion.vae import AutoencoderKL, VAEConfig
 
-POOL = 40_000  # examples drawn once; each is seen about seven times, every time with other noise
+POOL = 40_000  # examples drawn once; each is seen about eight times, every time with other noise
 CAPTIONS = 200_000  # for the text encoders, which need no pictures
 CAPTION_LENGTH = 32  # tokens that the text encoders are trained on: what follows the longest caption is padding
 CAPTION_DROPOUT = 0.1
@@ -326,7 +326,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="where the checkpoint is written")
     parser.add_argument("--vae_steps", type=int, default=3000)
     parser.add_argument("--text_steps", type=int, default=1500)
-    parser.add_argument("--unet_steps", type=int, default=6500)
+    parser.add_argument("--unet_steps", type=int, default=10_000)
     parser.add_argument("--batch_size", type=int, default=32)
     args = parser.parse_args()
     args.work_dir.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from model_handlers import checkpoint, lora, samplers, sampling
+from model_handlers import checkpoint, lora, mesh, samplers, sampling
 from model_handlers.checkpoint import Description
 from model_handlers.config import ConfigError
 from model_handlers.lora import Adapter, Targets
@@ -264,8 +264,12 @@ def predict(
     or not. `num_passes` is 1 if no row is, else 2.
     """
 
+    # A row of SDXL's fills a TPU, and its feature maps fit into the memory beside the matrix units; those of several
+    # rows at a time do not, and go back and forth.
+    unet = partial(mesh.row_by_row, networks.unet) if mesh.on_tpu() else networks.unet
+
     def evaluate(i, outputs):
-        output = networks.unet(latents, timesteps, jax.tree.map(lambda of_both: of_both[i], conditioning))
+        output = unet(latents, timesteps, jax.tree.map(lambda of_both: of_both[i], conditioning))
         return outputs.at[i].set(output.astype(jnp.float32))
 
     with_prompt, without = jax.lax.fori_loop(0, num_passes, evaluate, jnp.zeros((2, *latents.shape)))
@@ -290,7 +294,8 @@ def decode(networks: Networks, latents: jax.Array) -> jax.Array:
     latents = latents / config.scaling_factor
     if config.latents_mean is not None:
         latents = latents * jnp.array(config.latents_std) + jnp.array(config.latents_mean)
-    images = networks.vae.decode(latents)
+    # One at a time: beside the UNet's batch there is no room for the feature maps of as many images.
+    images = mesh.row_by_row(networks.vae.decode, latents)
     return images.astype(jnp.float32) / 2 + 0.5
 
 

@@ -16,7 +16,14 @@ from flax import nnx
 from model_handlers.attention import Stack, attention
 from model_handlers.config import Config
 from model_handlers.stable_diffusion import original
-from model_handlers.stable_diffusion.blocks import Downsample, GroupNorm, NarrowConv, ResnetBlock, Upsample
+from model_handlers.stable_diffusion.blocks import (
+    Downsample,
+    GroupNorm,
+    NarrowConv,
+    ResnetBlock,
+    Upsample,
+    fast_variance,
+)
 from model_handlers.tensors import Tensor
 
 TRANSFORMER_NORM_EPSILON = 1e-6  # diffusers' Transformer2DModel ignores norm_eps
@@ -106,7 +113,7 @@ class Conditioning(NamedTuple):
     Attributes:
       embedding: (B, E), of pooled text and sizes, to be added to the timestep's; None without addition_embed_type.
       keys_values: for each stack of transformer blocks, in the order in which they run, the keys and values of the text
-        in all its L blocks, each (L, B, T, C).
+        in all its L blocks, each (B, L, T, C).
       mask: bool (B, T), which of the text's states there are; None for all.
     """
 
@@ -189,7 +196,7 @@ class TransformerBlock(nnx.Module):
     """Self-attention, attention to the text, feed-forward, each normed and added to its input."""
 
     def __init__(self, channels: int, context_channels: int, num_heads: int, *, rngs: nnx.Rngs, **dtypes):
-        norm = {"epsilon": 1e-5, "use_fast_variance": False, "rngs": rngs, **dtypes}
+        norm = {"epsilon": 1e-5, "use_fast_variance": fast_variance(dtypes.get("dtype")), "rngs": rngs, **dtypes}
         self.norm1 = nnx.LayerNorm(channels, **norm)
         self.attn1 = CrossAttention(channels, channels, num_heads, rngs=rngs, **dtypes)
         self.norm2 = nnx.LayerNorm(channels, **norm)
@@ -219,15 +226,16 @@ class SpatialTransformer(nnx.Module):
         )
 
     def keys_values(self, text: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of the text (B, T, X) in every block, each (L, B, T, C)."""
-        _, found = self.transformer_blocks.scan(lambda block, none, _: (none, block.attn2.keys_values(text)))
-        return found
+        """Of the text (B, T, X) in every block, each (B, L, T, C)."""
+        _, (keys, values) = self.transformer_blocks.scan(lambda block, none, _: (none, block.attn2.keys_values(text)))
+        return keys.swapaxes(0, 1), values.swapaxes(0, 1)
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         batch, height, width, channels = x.shape
         y = self.proj_in(self.norm(x)).reshape(batch, height * width, channels)
+        keys, values = (of_text.swapaxes(0, 1) for of_text in next(context.keys_values))
         y, _ = self.transformer_blocks.scan(
-            lambda block, y, keys_values: (block(y, keys_values, context.mask), None), y, next(context.keys_values)
+            lambda block, y, of_text: (block(y, of_text, context.mask), None), y, (keys, values)
         )
         return x + self.proj_out(y.reshape(x.shape))
 
