@@ -4,7 +4,7 @@ BIN := .venv/bin
 PARITY := .venv-parity/bin
 OUT ?= out
 
-.PHONY: demo test check parity bench stress lock image template clean
+.PHONY: demo test check parity bench bench-tpu stress lock image template clean
 
 # Generates the sample prompts with the built-in checkpoint into out/demo.
 demo: .venv/installed
@@ -28,6 +28,10 @@ parity: .venv/installed-test .venv-parity/installed
 bench: .venv/installed-test .venv-parity/installed
 	$(BIN)/python -m benchmarks.bench
 	$(BIN)/python -m benchmarks.scale
+
+# Compiles SDXL base 1.0 for a TPU, without one, and prints what it takes; about half an hour on two cores.
+bench-tpu: .venv/installed-test
+	$(BIN)/python -m benchmarks.tpu
 
 # The tests that need many throws: 100 runs into a failing store, 50 kills, 10,000 damaged files; hours on two cores.
 stress: .venv/installed-test

@@ -24,7 +24,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILE = re.compile(rf"({HUB_ID.pattern})/((?!.*\.\.)[\w./-]+)")
 
 
-def checkpoint_folder(source: str, variant: str | None = None, config: str | None = None) -> Path:
+def checkpoint_folder(source: str, variant: str | None = None, config: str | None = None, weights: bool = True) -> Path:
     """A local folder with the checkpoint in diffusers' layout.
 
     What is downloaded stays in a cache, LIGHTMILL_CACHE or ~/.cache/lightmill for gs://, the hub's own for hub ids.
@@ -34,6 +34,7 @@ def checkpoint_folder(source: str, variant: str | None = None, config: str | Non
         original layout: FILE.safetensors, local, gs:// or ORG/NAME/FILE.safetensors.
       variant: of the weight files, such as "fp16"; others are not downloaded from the hub.
       config: only with a single file, which has none: a folder or hub id with the configs and tokenizers.
+      weights: whether they are wanted; without them a single file need not be there.
 
     Raises:
       CheckpointError: there is no such checkpoint, or it cannot be reached.
@@ -46,10 +47,36 @@ def checkpoint_folder(source: str, variant: str | None = None, config: str | Non
     if source.endswith(".safetensors"):
         if variant is not None:
             raise CheckpointError(f"--variant {variant}: chooses among the files of a folder; a single file has none")
-        return _with_configs(source, config)
+        return _with_configs(source, config, weights)
     if config is not None:
         raise CheckpointError(f"--config {config}: only for a single file, and {source} is none")
-    return _folder(source, variant)
+    return _folder(source, variant, weights)
+
+
+def list_files(folder: str) -> list[str]:
+    """Names of the files that lie directly in a folder, local or gs://; none if there is no such folder.
+
+    Raises:
+      CheckpointError: it cannot be reached.
+    """
+    if not folder.startswith("gs://"):
+        return [path.name for path in Path(folder).iterdir() if path.is_file()] if Path(folder).is_dir() else []
+    bucket_name, _, prefix = f"{folder.rstrip('/')}/".removeprefix("gs://").partition("/")
+    with _gcs(folder) as client:
+        blobs = client.list_blobs(bucket_name, prefix=prefix, delimiter="/")
+        return [blob.name.removeprefix(prefix) for blob in blobs]
+
+
+def read_file(folder: str, name: str) -> bytes:
+    """The bytes of one of them; errors as of `list_files`, also if it is not there."""
+    bucket_name, _, prefix = f"{folder.rstrip('/')}/".removeprefix("gs://").partition("/")
+    if folder.startswith("gs://"):
+        with _gcs(f"{folder}/{name}") as client:
+            return client.bucket(bucket_name).blob(f"{prefix}{name}").download_as_bytes()
+    try:
+        return Path(folder, name).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{folder}/{name}: cannot be read ({error})") from error
 
 
 def lora_file(source: str) -> Path:
@@ -68,14 +95,17 @@ def lora_file(source: str) -> Path:
     return _single_file(source)
 
 
-def _with_configs(source: str, config: str | None) -> Path:
+def _with_configs(source: str, config: str | None, weights: bool) -> Path:
     """A folder of links to a single file and, for what it lacks, to the parts of another checkpoint."""
     if config is None:
         raise CheckpointError(
             f"{source}: a single file holds weights only; --config names a checkpoint of its family, from which "
             "configs and tokenizers come, such as --config stabilityai/stable-diffusion-xl-base-1.0"
         )
-    configs, file = _folder(config, weights=False).absolute(), _single_file(source).absolute()
+    configs = _folder(config, weights=False).absolute()
+    if not weights:
+        return configs
+    file = _single_file(source).absolute()
     links = {name: configs / name for name in ("model_index.json", *checkpoint.components(configs))}
     name = hashlib.sha256(f"{file}\n{configs}".encode()).hexdigest()[:16]
     root = checkpoint.cache_folder() / "single_files" / name

@@ -45,6 +45,7 @@ class ModelSpec:
       variant: infix of the weight files, such as "fp16".
       device: "tpu", "gpu" or "cpu", which must then be there; None takes the best that JAX finds.
       jax_cache_dir: folder or gs:// folder of JAX's persistent compilation cache.
+      executables: folder or gs:// folder of programs that were compiled before, see `executables`.
       adapters: LoRA files to merge into it.
       environment: variables that the device's driver reads when it starts, as pairs.
     """
@@ -62,6 +63,7 @@ class ModelSpec:
     adapters: tuple[Adapter, ...] = ()
     prompt_windows: int = 1
     environment: tuple[tuple[str, str], ...] = ()
+    executables: str | None = None
 
 
 class LoadedModel:
@@ -144,7 +146,7 @@ def load_programs(spec: ModelSpec) -> Programs:
         variant=spec.variant,
         adapters=spec.adapters,
     )
-    return Programs(model, devices_mesh, spec.per_device_batch_size)
+    return Programs(model, devices_mesh, spec.per_device_batch_size, spec.executables)
 
 
 def _generate(shard: Shard, programs: Programs) -> list[ImageResult]:

@@ -2,13 +2,15 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
 
+from model_handlers import executables, metrics
 from model_handlers import mesh as meshes
-from model_handlers import metrics
+from model_handlers.executables import NoExecutableError
 from model_handlers.recipe import ImageRequest
 from model_handlers.stable_diffusion.model import Inputs, Loop, StableDiffusion, generate
 from model_handlers.stable_diffusion.tokens import Tokens
@@ -26,6 +28,41 @@ class CompileError(RuntimeError):
     """The program of a size does not compile: no record's fault, and no use in trying again."""
 
 
+def trace(
+    networks: tuple[nnx.GraphDef, nnx.State], inputs: Inputs, mesh: jax.sharding.Mesh, height: int, width: int
+) -> jax.stages.Traced:
+    """Traces the program of a size for the devices of a mesh, which need not be there: shapes are enough.
+
+    Args:
+      networks: `nnx.split` of the model's, of arrays or of shapes; either with their shardings.
+      inputs: of a whole batch over all devices, likewise.
+    """
+    # Else the program's text, by which an executable is found, would say where the source of its kernels lies.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    definition, weights = networks
+
+    def program(weights, inputs, loop):
+        return generate(nnx.merge(definition, weights), inputs, loop, height=height, width=width)
+
+    by_row, on_all, rows = shardings(mesh)
+    # What is not used is kept, so that an executable that was loaded can be called by the program's own arguments.
+    jitted = jax.jit(program, in_shardings=(None, by_row, on_all), out_shardings=(rows, rows), keep_unused=True)
+    with jax.set_mesh(mesh):  # by which a network knows what it is traced for, see `mesh.on_tpu`
+        return jitted.trace(weights, inputs, jax.eval_shape(Loop.of, inputs))
+
+
+def shardings(mesh: jax.sharding.Mesh) -> tuple[Inputs, jax.sharding.NamedSharding, jax.sharding.NamedSharding]:
+    """Where the program's inputs, the loop's data and the outputs lie."""
+    rows, rows_of_two = (meshes.sharding(mesh, *axes) for axes in (("batch",), (None, "batch")))
+    by_row = Inputs(*(rows_of_two if name in ("ids", "negative_ids") else rows for name in Inputs._fields))
+    return by_row, meshes.sharding(mesh), rows
+
+
+def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str | bool] | None:
+    """What the compiler is told for the devices of a mesh."""
+    return COMPILER_OPTIONS.get(mesh.devices.flat[0].platform)
+
+
 class Programs:
     """A loaded model and its compiled programs over the local devices.
 
@@ -35,47 +72,63 @@ class Programs:
       clock: how much of the time the devices have work.
     """
 
-    def __init__(self, model: StableDiffusion, mesh: jax.sharding.Mesh, per_device_batch_size: int):
+    def __init__(
+        self,
+        model: StableDiffusion,
+        mesh: jax.sharding.Mesh,
+        per_device_batch_size: int,
+        executables_folder: str | None = None,
+    ):
+        """`executables_folder`, local or gs://, is where programs may lie that were compiled before."""
         self.batch_size = per_device_batch_size * mesh.size
-        self.compiled: dict[tuple[int, int], jax.stages.Compiled] = {}
+        self.compiled: dict[tuple[int, int], Callable[..., tuple[jax.Array, jax.Array]]] = {}
         self.clock = metrics.DeviceClock()
         self._model = model
         self._mesh = mesh
         self._networks = nnx.split(model.networks)
+        self._executables_folder = executables_folder
 
     def prepare(self, requests: Sequence[ImageRequest]) -> tuple[Inputs, list[Tokens]]:
         """The host's part of a batch; see `StableDiffusion.prepare`."""
         return self._model.prepare(requests)
 
     def compile(self, height: int, width: int, like: Inputs) -> bool:
-        """Compiles the program of a size if it is new, logs it, and returns whether it was.
+        """Makes sure that there is a program of a size, logs a new one, and returns whether it had to be compiled.
 
         `like` gives the shapes: steps and guidance are data, so any batch of this size will do.
         """
         if (height, width) in self.compiled:
             return False
         started = time.monotonic()
-        definition, weights = self._networks
-        rows, rows_of_two = (meshes.sharding(self._mesh, *axes) for axes in (("batch",), (None, "batch")))
-        by_row = Inputs(*(rows_of_two if name in ("ids", "negative_ids") else rows for name in Inputs._fields))
-
-        def program(weights, inputs, loop):
-            return generate(nnx.merge(definition, weights), inputs, loop, height=height, width=width)
-
-        on_all = meshes.sharding(self._mesh)
-        jitted = jax.jit(program, in_shardings=(None, by_row, on_all), out_shardings=(rows, rows))
         try:
-            lowered = jitted.lower(weights, like, Loop.of(like))
-            self.compiled[height, width] = lowered.compile(COMPILER_OPTIONS.get(jax.default_backend()))
+            lowered = trace(self._networks, like, self._mesh, height, width).lower()
+            loaded = self._load(lowered)
+            self.compiled[height, width] = loaded or lowered.compile(compiler_options(self._mesh))
         except jax.errors.JaxRuntimeError as error:
             raise CompileError(f"{width} x {height} pixels at batch {self.batch_size}: {error}") from error
         seconds = time.monotonic() - started
-        metrics.took("compile", seconds)
+        if not loaded:
+            metrics.took("compile", seconds)
         log.info(
-            "compiled program %d: %d x %d pixels, batch %d on %d %s device(s), %.1f s",
-            len(self.compiled), width, height, self.batch_size, self._mesh.size, jax.default_backend(), seconds,
+            "%s program %d: %d x %d pixels, batch %d on %d %s device(s), %.1f s",
+            "loaded" if loaded else "compiled", len(self.compiled), width, height, self.batch_size, self._mesh.size,
+            self._mesh.devices.flat[0].platform, seconds,
         )  # fmt: skip
-        return True
+        return not loaded
+
+    def _load(self, lowered: jax.stages.Lowered) -> Callable[..., Any] | None:
+        """The program as it was compiled before, if it is where executables are looked for."""
+        if not self._executables_folder:
+            return None
+        by_row, on_all, rows = shardings(self._mesh)
+        key = executables.key_of(lowered, self._mesh, compiler_options(self._mesh))
+        out = [(info.shape, rows) for info in jax.tree.leaves(lowered.out_info)]
+        try:
+            call = executables.load(self._executables_folder, key, self._mesh.devices.flatten().tolist(), out)
+        except NoExecutableError as error:
+            log.warning("the program is compiled, since no executable fits: %s", error)
+            return None
+        return lambda weights, inputs, loop: call(weights, jax.device_put(inputs, by_row), jax.device_put(loop, on_all))
 
     def __call__(self, inputs: Inputs, height: int, width: int) -> tuple[jax.Array, jax.Array]:
         """Starts a batch and returns at once: uint8 images (B, H, W, 3) and finite flags (B,), not yet computed."""

@@ -11,13 +11,16 @@ from typing import NoReturn
 # Before anything imports transformers, which says at length that it has no PyTorch and that this is no error.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
+from model_handlers.topologies import quiet_libtpu
 from pipeline.job import JobError, generate
 from pipeline.options import (
     EXIT_STATUS,
     GenerateOptions,
+    PlanOptions,
     UsageError,
     add_generate_flags,
     add_pack_flags,
+    add_plan_flags,
     add_report_flags,
     add_selftest_flags,
     add_show_flags,
@@ -25,6 +28,7 @@ from pipeline.options import (
     beam_options,
 )
 from pipeline.pack import PackError, pack
+from pipeline.plan import plan
 from pipeline.report import page_of
 from pipeline.selftest import self_test
 from pipeline.show import recipe_in
@@ -67,6 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     add_generate_flags(generating)
+    add_plan_flags(
+        commands.add_parser(
+            "plan",
+            help="estimate what a job will take on TPUs, without one",
+            description="Compiles the programs of a job for a TPU, on any machine and without weights, and estimates "
+            "from them whether they fit, how fast they are and what the pictures would cost.",
+            allow_abbrev=False,
+        )
+    )
     add_verify_flags(
         commands.add_parser(
             "verify",
@@ -113,7 +126,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     values = {name: value for name, value in vars(known).items() if name != "command"}
     _set_up_logging(known.verbose)
+    quiet_libtpu()
     try:
+        if known.command == "plan":
+            print(plan(PlanOptions(**values)))
+            return 0
         if known.command == "verify":
             return _verify(known.output)
         if known.command == "selftest":

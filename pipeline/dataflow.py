@@ -117,6 +117,7 @@ def _check_files(options: GenerateOptions) -> None:
         _need_cloud_storage("input", pattern)
     _need_cloud_storage("output", options.output)
     _need_cloud_storage("jax_cache_dir", options.jax_cache_dir)
+    _need_cloud_storage("executables", options.executables)
     weights = [("checkpoint", options.checkpoint), ("config", options.config)]
     for name, source in [*weights, *[("lora", file) for file, _ in options.lora]]:
         if source not in (None, EMBEDDED, BAKED_CHECKPOINT) and Path(source).exists():

@@ -27,7 +27,7 @@ from pipeline.again import model_flags_of
 from pipeline.dataflow import is_template, settle_workers
 from pipeline.generate import build, prepare
 from pipeline.lock import hold
-from pipeline.options import WINDOWS, GenerateOptions, UsageError
+from pipeline.options import WINDOWS, GenerateOptions, ModelOptions, UsageError
 from pipeline.output import find_output, write_recipe
 from pipeline.presets import settle_sampling
 from pipeline.throughput import describe, measured, throughput
@@ -60,7 +60,6 @@ def generate(options: GenerateOptions, beam_options: PipelineOptions) -> int:
     try:
         worker = settle_workers(options, beam_options)
         spec, recipe, sampler = _resolve_model(options, worker)
-        _check_defaults(options, recipe, sampler)
         batch_size = spec.per_device_batch_size * worker.devices
         output_format = _output_format(options)
         output = find_output(options.output, recipe, output_format, options.on_recipe_change)
@@ -142,24 +141,64 @@ def _failing_in_one_line() -> Iterator[None]:
 def _resolve_model(options: GenerateOptions, worker: Worker) -> tuple[ModelSpec, Recipe, SchedulerConfig]:
     """Reads everything of the checkpoint but its weights, whose names it checks, and settles the recipe."""
     root = fetch.checkpoint_folder(options.checkpoint, options.variant, options.config)
-    family = family_of(root)
     sampling = settle_sampling(options)
-    description = family.describe(root, sampling.scheduler, sampling.scheduler_options)
     adapters = tuple(Adapter.find(source, weight, options.allow_partial_lora) for source, weight in options.lora)
-    family.check(root, options.variant, sampling.scheduler, sampling.scheduler_options, adapters)
+    family_of(root).check(root, options.variant, sampling.scheduler, sampling.scheduler_options, adapters)
+    recipe, sampler = settle_recipe(
+        options,
+        root,
+        checkpoint=checkpoint.identity(root, options.variant),
+        device=worker.device or jax.default_backend(),
+        per_device_batch_size=options.per_device_batch_size,
+        lora=json.dumps([[adapter.sha256, adapter.weight] for adapter in adapters]),
+    )
+    spec = ModelSpec(
+        checkpoint=options.checkpoint,
+        identity=recipe.checkpoint,
+        scheduler=recipe.scheduler,
+        scheduler_options=recipe.scheduler_options,
+        prompt_windows=recipe.prompt_windows,
+        dtype=recipe.dtype,
+        per_device_batch_size=recipe.per_device_batch_size,
+        variant=options.variant,
+        config=options.config,
+        device=worker.device,
+        environment=tuple(worker.environment.items()),
+        jax_cache_dir=options.jax_cache_dir,
+        adapters=adapters,
+        executables=options.executables,
+    )
+    return spec, recipe, sampler
+
+
+def settle_recipe(
+    options: ModelOptions, root: Path, *, checkpoint: str, device: str, per_device_batch_size: int, lora: str = "[]"
+) -> tuple[Recipe, SchedulerConfig]:
+    """The recipe of the flags and of a checkpoint folder's configs, and its sampler.
+
+    Args:
+      checkpoint, per_device_batch_size, lora: as in the recipe.
+      device: which decides what --dtype=auto is.
+
+    Raises:
+      UsageError: no picture can be made with these settings.
+      CheckpointError, ConfigError: the checkpoint is not supported.
+    """
+    sampling = settle_sampling(options)
+    description = family_of(root).describe(root, sampling.scheduler, sampling.scheduler_options)
     width, height = options.width or description.side, options.height or description.side
     for name, value in (("width", width), ("height", height)):
         if value % description.size_multiple:
             raise UsageError(f"--{name} must be a multiple of {description.size_multiple}, not {value}")
     dtype = options.dtype
     if dtype == "auto":
-        dtype = "float32" if (worker.device or jax.default_backend()) == "cpu" else "bfloat16"
+        dtype = "float32" if device == "cpu" else "bfloat16"
     recipe = Recipe(
-        checkpoint=checkpoint.identity(root, options.variant),
+        checkpoint=checkpoint,
         family=description.family,
         scheduler=description.scheduler,
         dtype=dtype,
-        per_device_batch_size=options.per_device_batch_size,
+        per_device_batch_size=per_device_batch_size,
         size_multiple=description.size_multiple,
         seed=options.seed,
         width=width,
@@ -169,30 +208,16 @@ def _resolve_model(options: GenerateOptions, worker: Worker) -> tuple[ModelSpec,
         negative_prompt=options.negative_prompt,
         num_images_per_prompt=options.num_images_per_prompt,
         scheduler_options=sampling.scheduler_options,
-        lora=json.dumps([[adapter.sha256, adapter.weight] for adapter in adapters]),
+        lora=lora,
         prompt_windows=_prompt_windows(options),
         max_clip_skip=description.max_clip_skip,
         settings=_settings(options),
     )
-    spec = ModelSpec(
-        checkpoint=options.checkpoint,
-        identity=recipe.checkpoint,
-        scheduler=recipe.scheduler,
-        scheduler_options=recipe.scheduler_options,
-        prompt_windows=recipe.prompt_windows,
-        dtype=dtype,
-        per_device_batch_size=recipe.per_device_batch_size,
-        variant=options.variant,
-        config=options.config,
-        device=worker.device,
-        environment=tuple(worker.environment.items()),
-        jax_cache_dir=options.jax_cache_dir,
-        adapters=adapters,
-    )
-    return spec, recipe, description.sampler
+    _check_defaults(options, recipe, description.sampler)
+    return recipe, description.sampler
 
 
-def _prompt_windows(options: GenerateOptions) -> int:
+def _prompt_windows(options: ModelOptions) -> int:
     if options.long_prompts == "chunk":
         return options.prompt_windows or WINDOWS
     if options.prompt_windows:
@@ -200,13 +225,13 @@ def _prompt_windows(options: GenerateOptions) -> int:
     return 1
 
 
-def _settings(options: GenerateOptions) -> str:
+def _settings(options: ModelOptions) -> str:
     given = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(Settings)}
     settings = Settings.of({name: value for name, value in given.items() if value is not None})
     return json.dumps(settings.chosen, sort_keys=True)
 
 
-def _check_defaults(options: GenerateOptions, recipe: Recipe, sampler: SchedulerConfig) -> None:
+def _check_defaults(options: ModelOptions, recipe: Recipe, sampler: SchedulerConfig) -> None:
     """What the run asks for on behalf of records that set nothing must be possible; UsageError if it is not."""
     record = PromptRecord("", 1, "", "")
     if options.num_inference_steps is not None:

@@ -48,36 +48,23 @@ class UsageError(ValueError):
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
-    """The parsed flags; each is described in its --help. None stands for a value that the checkpoint gives."""
+class ModelOptions:
+    """What `generate` and `plan` are told alike; each flag is described in --help.
 
-    input: Sequence[str]
-    output: str
+    None stands for a value that the checkpoint gives.
+    """
+
     prompt_column: str | None
     id_column: str | None
-    retry_rejected: bool
-    max_reject_fraction: float
-    format: str
-    image_format: str
-    image_quality: int | None
-    on_recipe_change: str
     checkpoint: str
     config: str | None
-    variant: str | None
-    lora: Sequence[tuple[str, float]]
-    allow_partial_lora: bool
     scheduler: str | None
     scheduler_options: Sequence[str]
     preset: str | None
     long_prompts: str
     prompt_windows: int | None
     dtype: str
-    device: str | None
-    per_device_batch_size: int
-    devices_per_worker: int | None
     tpu: str | None
-    gpu: str | None
-    jax_cache_dir: str | None
     seed: int
     width: int | None
     height: int | None
@@ -94,9 +81,43 @@ class GenerateOptions:
     eta: float | None
     timesteps: tuple[float, ...] | None
     sigmas: tuple[float, ...] | None
+    verbose: bool
+
+
+@dataclass(frozen=True)
+class GenerateOptions(ModelOptions):
+    """The parsed flags of `generate`."""
+
+    input: Sequence[str]
+    output: str
+    retry_rejected: bool
+    max_reject_fraction: float
+    format: str
+    image_format: str
+    image_quality: int | None
+    on_recipe_change: str
+    variant: str | None
+    lora: Sequence[tuple[str, float]]
+    allow_partial_lora: bool
+    device: str | None
+    per_device_batch_size: int
+    devices_per_worker: int | None
+    gpu: str | None
+    jax_cache_dir: str | None
+    executables: str | None
     images_per_shard: int | None
     price_per_hour: float | None
-    verbose: bool
+
+
+@dataclass(frozen=True)
+class PlanOptions(ModelOptions):
+    """The parsed flags of `plan`."""
+
+    input: Sequence[str]
+    topology: str | None
+    per_device_batch_size: Sequence[int]
+    price_per_chip_hour: float | None
+    save: str | None
 
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
@@ -124,24 +145,14 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         default="refuse",
         help="if DIR holds pictures of another recipe: refuse (default), or a new folder, DIR/recipes/<hash>",
     )
-    files.add_argument("--prompt_column", metavar="NAME", help="default: prompt, caption, text or prompt_en")
-    files.add_argument("--id_column", metavar="NAME", help="default: id; without one, FILE:ROW is the record's id")
+    _add_column_flags(files)
     files.add_argument("--retry_rejected", action="store_true", help="try again what the model rejected before")
     files.add_argument(
         "--max_reject_fraction", type=_fraction, default=1.0, metavar="F", help="exit with 3 above it (default 1)"
     )
 
     model = parser.add_argument_group("model")
-    model.add_argument(
-        "--checkpoint",
-        default=EMBEDDED,
-        metavar="DIR",
-        help="folder in diffusers' layout or FILE.safetensors in the original one, local, gs:// or on the hub "
-        "(default: the small one in this package)",
-    )
-    model.add_argument(
-        "--config", metavar="DIR", help="of a single file: folder or hub id that its configs and tokenizers come from"
-    )
+    _add_model_flags(model)
     model.add_argument("--variant", metavar="NAME", help="of the weight files, such as fp16")
     model.add_argument(
         "--lora",
@@ -155,6 +166,86 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument(
         "--allow_partial_lora", action="store_true", help="leave out what of them fits nothing (default: refuse)"
+    )
+    model.add_argument("--device", choices=DEVICES, help="must be there (default: the best that is)")
+    model.add_argument("--per_device_batch_size", type=_positive, default=4, metavar="N", help="default 4")
+    model.add_argument(
+        "--devices_per_worker", type=_positive, metavar="N", help="chips of a worker (default: those of this machine)"
+    )
+    model.add_argument(
+        "--tpu", choices=tuple(TPUS), help="of Dataflow's workers; sets their machines and container too"
+    )
+    model.add_argument("--gpu", choices=tuple(GPUS), help="likewise")
+    model.add_argument("--jax_cache_dir", metavar="DIR", help="JAX's compilation cache, a folder or gs:// folder")
+    model.add_argument(
+        "--executables",
+        metavar="DIR",
+        help="folder or gs:// folder of `plan --save`: a program that is there is loaded, not compiled; it runs as it "
+        "stands, so DIR must be one that only you can write to",
+    )
+
+    _add_record_flags(parser)
+
+    job = parser.add_argument_group("job")
+    job.add_argument(
+        "--images_per_shard", type=_positive, metavar="N", help="committed together (default: whole batches, about 64)"
+    )
+    job.add_argument(
+        "--price_per_hour",
+        type=_price,
+        metavar="P",
+        help="of all workers together, in any currency: adds what 1,000 images cost to the report",
+    )
+    job.add_argument("--verbose", action="store_true", help="log what Beam and JAX say, and tracebacks")
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `plan`; every one becomes a field of `PlanOptions`."""
+    device = parser.add_argument_group("device").add_mutually_exclusive_group(required=True)
+    device.add_argument("--tpu", choices=tuple(TPUS), help="as of `generate`")
+    device.add_argument(
+        "--topology", metavar="NAME", help="such as v5e:2x2, v6e:2x2 or v5p:2x2x1; or cpu, for this machine"
+    )
+    model = parser.add_argument_group("model")
+    _add_model_flags(model)
+    model.add_argument(
+        "--per_device_batch_size",
+        type=_positive,
+        nargs="+",
+        default=[1, 2, 4, 8],
+        metavar="N",
+        help="each is compiled (default 1 2 4 8)",
+    )
+    _add_record_flags(parser)
+    job = parser.add_argument_group("job")
+    job.add_argument("--input", nargs="+", default=[], metavar="FILE", help="prompts to plan for, as of `generate`")
+    _add_column_flags(job)
+    job.add_argument(
+        "--price_per_chip_hour", type=_price, metavar="P", help="in any currency: adds what the images would cost"
+    )
+    job.add_argument(
+        "--save",
+        metavar="DIR",
+        help="folder or gs:// folder for the compiled programs, which workers load by --executables=DIR",
+    )
+    job.add_argument("--verbose", action="store_true", help="log more, and tracebacks")
+
+
+def _add_column_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--prompt_column", metavar="NAME", help="default: prompt, caption, text or prompt_en")
+    group.add_argument("--id_column", metavar="NAME", help="default: id; without one, FILE:ROW is the record's id")
+
+
+def _add_model_flags(model: argparse._ArgumentGroup) -> None:
+    model.add_argument(
+        "--checkpoint",
+        default=EMBEDDED,
+        metavar="DIR",
+        help="folder in diffusers' layout or FILE.safetensors in the original one, local, gs:// or on the hub "
+        "(default: the small one in this package)",
+    )
+    model.add_argument(
+        "--config", metavar="DIR", help="of a single file: folder or hub id that its configs and tokenizers come from"
     )
     model.add_argument("--scheduler", metavar="CLASS", help="diffusers' name of a sampler (default: the checkpoint's)")
     model.add_argument(
@@ -179,17 +270,9 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: float32 on CPU, else bfloat16"
     )
-    model.add_argument("--device", choices=DEVICES, help="must be there (default: the best that is)")
-    model.add_argument("--per_device_batch_size", type=_positive, default=4, metavar="N", help="default 4")
-    model.add_argument(
-        "--devices_per_worker", type=_positive, metavar="N", help="chips of a worker (default: those of this machine)"
-    )
-    model.add_argument(
-        "--tpu", choices=tuple(TPUS), help="of Dataflow's workers; sets their machines and container too"
-    )
-    model.add_argument("--gpu", choices=tuple(GPUS), help="likewise")
-    model.add_argument("--jax_cache_dir", metavar="DIR", help="JAX's compilation cache, a folder or gs:// folder")
 
+
+def _add_record_flags(parser: argparse.ArgumentParser) -> None:
     records = parser.add_argument_group("defaults for records that do not say otherwise")
     records.add_argument(
         "--seed", type=_seed, default=0, help="of the run; a record without a seed gets its own, derived from it"
@@ -204,18 +287,6 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     records.add_argument("--num_images_per_prompt", type=_positive, default=1, metavar="N", help="default 1")
     for name, (metavar, text) in SETTINGS.items():
         records.add_argument(f"--{name}", type=_field(name), metavar=metavar, help=text)
-
-    job = parser.add_argument_group("job")
-    job.add_argument(
-        "--images_per_shard", type=_positive, metavar="N", help="committed together (default: whole batches, about 64)"
-    )
-    job.add_argument(
-        "--price_per_hour",
-        type=_price,
-        metavar="P",
-        help="of all workers together, in any currency: adds what 1,000 images cost to the report",
-    )
-    job.add_argument("--verbose", action="store_true", help="log what Beam and JAX say, and tracebacks")
 
 
 def add_verify_flags(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.options import GenerateOptions, UsageError
+from pipeline.options import ModelOptions, UsageError
 
 DEFAULT_STEPS, DEFAULT_GUIDANCE = 20, 5.0
 
@@ -42,7 +42,7 @@ PRESETS = {
 }
 
 
-def settle_sampling(options: GenerateOptions) -> Sampling:
+def settle_sampling(options: ModelOptions) -> Sampling:
     """The settings of the preset and of the flags together, or the defaults.
 
     Raises:

@@ -15,7 +15,7 @@ _OF_BEAM = {
     "sdk_container_image": ("the image of the workers, built by docs/dataflow.md", False, ".+"),
     "worker_zone": ("of the TPU or GPU, in the region of the job; required with --tpu", True, "[a-z0-9]+(-[a-z0-9]+)+"),
 }
-_ON_CLOUD_STORAGE = ("input", "output", "jax_cache_dir")
+_ON_CLOUD_STORAGE = ("input", "output", "jax_cache_dir", "executables")
 # What follows from --tpu or --gpu.
 _LEFT_OUT = ("device", "devices_per_worker")
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _TPU_PAGE = "https://docs.cloud.google.com/dataflow/docs/tpu/tpu-support"
+_TPU_KINDS = {"v5e": "tpu-v5-lite-podslice", "v6e": "tpu-v6e-slice", "v5p": "tpu-v5p-slice"}
 _GPU_PAGE = "https://docs.cloud.google.com/dataflow/docs/gpu/gpu-support"
 
 
@@ -22,6 +23,7 @@ class Worker:
       accelerator: Dataflow's service option worker_accelerator.
       environment: what libtpu must be told in the container, where it cannot ask the machine.
       source: the page from which machine type and accelerator are.
+      topology: of a TPU, as its compiler calls it, see `topologies`.
     """
 
     device: str | None
@@ -30,9 +32,10 @@ class Worker:
     accelerator: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
+    topology: str | None = None
 
 
-def _tpu(kind: str, topology: str, machine_type: str, name: str) -> Worker:
+def _tpu(chip: str, topology: str, machine_type: str, name: str) -> Worker:
     sides = [int(side) for side in topology.split("x")]
     # As in https://docs.cloud.google.com/dataflow/docs/tpu/troubleshoot-tpus, which has them for one chip.
     environment = {
@@ -43,7 +46,10 @@ def _tpu(kind: str, topology: str, machine_type: str, name: str) -> Worker:
         "TPU_WORKER_ID": "0",
         "TPU_ACCELERATOR_TYPE": name,
     }
-    return Worker("tpu", math.prod(sides), machine_type, f"type:{kind};topology:{topology}", environment, _TPU_PAGE)
+    accelerator = f"type:{_TPU_KINDS[chip]};topology:{topology}"
+    return Worker(
+        "tpu", math.prod(sides), machine_type, accelerator, environment, _TPU_PAGE, topology=f"{chip}:{topology}"
+    )
 
 
 def _gpu(kind: str, machine_type: str) -> Worker:
@@ -52,13 +58,13 @@ def _gpu(kind: str, machine_type: str) -> Worker:
 
 # Every configuration of Google's page. v5p is named after its cores, two a chip, the others after their chips.
 TPUS = {
-    "v5e-1": _tpu("tpu-v5-lite-podslice", "1x1", "ct5lp-hightpu-1t", "v5litepod-1"),
-    "v5e-4": _tpu("tpu-v5-lite-podslice", "2x2", "ct5lp-hightpu-4t", "v5litepod-4"),
-    "v5e-8": _tpu("tpu-v5-lite-podslice", "2x4", "ct5lp-hightpu-8t", "v5litepod-8"),
-    "v6e-1": _tpu("tpu-v6e-slice", "1x1", "ct6e-standard-1t", "v6e-1"),
-    "v6e-4": _tpu("tpu-v6e-slice", "2x2", "ct6e-standard-4t", "v6e-4"),
-    "v6e-8": _tpu("tpu-v6e-slice", "2x4", "ct6e-standard-8t", "v6e-8"),
-    "v5p-8": _tpu("tpu-v5p-slice", "2x2x1", "ct5p-hightpu-4t", "v5p-8"),
+    "v5e-1": _tpu("v5e", "1x1", "ct5lp-hightpu-1t", "v5litepod-1"),
+    "v5e-4": _tpu("v5e", "2x2", "ct5lp-hightpu-4t", "v5litepod-4"),
+    "v5e-8": _tpu("v5e", "2x4", "ct5lp-hightpu-8t", "v5litepod-8"),
+    "v6e-1": _tpu("v6e", "1x1", "ct6e-standard-1t", "v6e-1"),
+    "v6e-4": _tpu("v6e", "2x2", "ct6e-standard-4t", "v6e-4"),
+    "v6e-8": _tpu("v6e", "2x4", "ct6e-standard-8t", "v6e-8"),
+    "v5p-8": _tpu("v5p", "2x2x1", "ct5p-hightpu-4t", "v5p-8"),
 }
 # Those of Google's page that compute in bfloat16 and come one to a machine; the older ones (T4, V100, P100, P4) do not.
 GPUS = {

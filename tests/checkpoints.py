@@ -11,7 +11,7 @@ from benchmarks.scenes.tokenizer import write_tokenizers
 from model_handlers import checkpoint
 from model_handlers.stable_diffusion.model import NETWORKS, Configs, Networks, _one_key
 from tests.parity import cases
-from tests.parity.cases import Case, Picture
+from tests.parity.cases import Case, Picture, Settings
 
 # The smallest network that has every kind of part; width 32, pictures of 16 x 24 pixels.
 TINY = Case(
@@ -50,26 +50,32 @@ PARTS = {
 def write(case: Case, root: Path) -> Path:
     """Writes a case's checkpoint in diffusers' layout, with files for the names and shapes that our networks have."""
     write_tokenizers(root, VOCABULARY)
-    xl = case.text_encoder_2 is not None
-    _write_json(
-        root / "model_index.json",
-        {
-            "_class_name": "StableDiffusionXLPipeline" if xl else "StableDiffusionPipeline",
-            "force_zeros_for_empty_prompt": case.force_zeros_for_empty_prompt,
-            "feature_extractor": [None, None],
-            **{name: value for name, value in PARTS.items() if xl or not name.endswith("_2")},
-        },
-    )
-    _write_json(root / "scheduler/scheduler_config.json", {"_class_name": "EulerDiscreteScheduler", **case.scheduler})
-    names = [name for name in NETWORKS if getattr(case, name) is not None]
-    for name in names:
-        _write_json(root / name / "config.json", getattr(case, name))
+    configs = {name: config for name in NETWORKS if (config := getattr(case, name)) is not None}
+    write_configs(root, configs, case.scheduler, case.force_zeros_for_empty_prompt)
     networks = abstract_networks(root)
-    for name in names:
+    for name in configs:
         shapes = checkpoint.tensor_shapes(getattr(networks, name))
         stem = "model" if name.startswith("text_encoder") else "diffusion_pytorch_model"
         tensors = {key: cases.weight(name, key, shape) for key, shape in shapes.items()}
         save_file(tensors, root / name / f"{stem}.safetensors")
+    return root
+
+
+def write_configs(root: Path, configs: dict[str, Settings], scheduler: Settings, force_zeros: bool = True) -> Path:
+    """Writes the JSON files of a checkpoint: all that its shapes depend on."""
+    xl = "text_encoder_2" in configs
+    _write_json(
+        root / "model_index.json",
+        {
+            "_class_name": "StableDiffusionXLPipeline" if xl else "StableDiffusionPipeline",
+            "force_zeros_for_empty_prompt": force_zeros,
+            "feature_extractor": [None, None],
+            **{name: value for name, value in PARTS.items() if xl or not name.endswith("_2")},
+        },
+    )
+    _write_json(root / "scheduler/scheduler_config.json", {"_class_name": "EulerDiscreteScheduler", **scheduler})
+    for name, config in configs.items():
+        _write_json(root / name / "config.json", config)
     return root
 
 

@@ -2,7 +2,10 @@
 
 import pytest
 
+from model_handlers.topologies import quiet_libtpu
 from tests import checkpoints
+
+quiet_libtpu()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,7 @@ evaluations of the UNet, K slots of a sampler.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,8 @@ from model_handlers.stable_diffusion.tokens import Tokenizer, Tokens
 from model_handlers.stable_diffusion.unet import Conditioning, UNet2DConditionModel, UNetConfig
 from model_handlers.stable_diffusion.vae import AutoencoderKL, VAEConfig
 
+# A prompt each to its tokens: a `Tokenizer`, or what stands in for one.
+Tokenize = Callable[[Sequence[str]], list[Tokens]]
 NETWORKS = ("text_encoder", "text_encoder_2", "unet", "vae")
 
 
@@ -313,7 +315,7 @@ def generate(networks: Networks, inputs: Inputs, loop: Loop, *, height: int, wid
 class StableDiffusion:
     """A loaded checkpoint: its networks on the devices, its tokenizers and its sampler on the host."""
 
-    def __init__(self, configs: Configs, networks: Networks, tokenizers: Sequence[Tokenizer]):
+    def __init__(self, configs: Configs, networks: Networks, tokenizers: Sequence[Tokenize]):
         self.configs = configs
         self.networks = networks
         self._tokenizers = tokenizers
@@ -383,6 +385,29 @@ class StableDiffusion:
             change = partial(lora.merge, changes, name)
             checkpoint.fill(getattr(networks, name), root / name, sharding=sharding, variant=variant, change=change)
         return cls(configs, networks, tokenizers)
+
+    @classmethod
+    def outline(
+        cls,
+        root: Path,
+        *,
+        prompt_windows: int = 1,
+        dtype: jax.typing.DTypeLike,
+        sharding: jax.sharding.Sharding | None = None,
+    ) -> "StableDiffusion":
+        """A model of a checkpoint's configs alone: its weights are shapes, and it reads every prompt as blank.
+
+        Raises:
+          CheckpointError, ConfigError: as `describe`.
+        """
+        configs = Configs.read(root)
+        networks = nnx.eval_shape(lambda: Networks(configs, _one_key(), dtype=dtype, param_dtype=dtype))
+        definition, weights = nnx.split(networks)
+        weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding), weights)
+        encoders = [encoder for encoder in (configs.text_encoder, configs.text_encoder_2) if encoder]
+        blanks = [np.zeros((prompt_windows, encoder.max_position_embeddings), np.int32) for encoder in encoders]
+        tokenizers = [partial(lambda ids, texts: [Tokens(ids, 2, False, 0)] * len(texts), ids) for ids in blanks]
+        return cls(configs, nnx.merge(definition, weights), tokenizers)
 
     def prepare(self, requests: Sequence[ImageRequest]) -> tuple[Inputs, list[Tokens]]:
         """The host's part of a batch: inputs of `generate`, and the tokens of encoder 1 for each prompt.

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model_handlers import mesh, samplers, sampling
+from model_handlers import executables, mesh, samplers, sampling
 from model_handlers import program as program_module
 from model_handlers.program import CompileError, Programs
 from model_handlers.recipe import ImageRequest, Settings
@@ -264,6 +265,10 @@ def test_a_picture_is_the_same_on_any_number_of_devices(count, many_devices, pro
     assert many_devices["unguided"][count] == draw_all(programs, UNGUIDED)
 
 
+def test_a_program_for_several_devices_that_was_saved_and_loaded_draws_the_same(many_devices, digests):
+    assert many_devices["loaded"] == digests
+
+
 def test_devices_say_nothing_to_each_other(many_devices):
     # Each picture is made within one device; a collective would be time lost and a way for neighbours to matter.
     assert many_devices["collectives"] == []
@@ -316,6 +321,20 @@ def test_a_program_that_does_not_compile_says_which(programs, monkeypatch):
     assert (64, 96) not in programs.compiled
 
 
+def draw_by_loaded(programs):
+    """The digests of REQUESTS by the same program, saved and loaded again."""
+    ((size, compiled),) = programs.compiled.items()
+    inputs, _ = programs.prepare(REQUESTS[:1] * programs.batch_size)
+    lowered = program_module.trace(programs._networks, inputs, programs._mesh, *size).lower()
+    key = executables.key_of(lowered, programs._mesh, program_module.compiler_options(programs._mesh))
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in executables.pack(compiled, key, "").items():
+            Path(folder, name).write_bytes(data)
+        loaded = Programs(programs._model, programs._mesh, PER_DEVICE_BATCH_SIZE, folder)
+        assert not loaded.compile(*size, inputs)
+        return draw_all(loaded, REQUESTS)
+
+
 def main(root):
     found = {"digests": {}, "unguided": {}, "stochastic": {name: [] for name in STOCHASTIC}, "collectives": []}
     for count in (1, 2, 8):
@@ -325,6 +344,8 @@ def main(root):
         found["unguided"][count] = draw_all(programs, UNGUIDED)
         for name, digests in found["stochastic"].items():
             digests.append(with_sampler(programs, REQUESTS, name))
+        if count == 2:
+            found["loaded"] = draw_by_loaded(programs)
         (compiled,) = programs.compiled.values()
         names = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
         found["collectives"] += re.findall(rf"\b(?:{names})\b", compiled.as_text())

@@ -4,8 +4,11 @@ import gzip
 import json
 from datetime import UTC, datetime, timedelta
 
+import jax
+import numpy as np
 import pytest
 from apache_beam.io.filesystems import FileSystems
+from jax.experimental.compilation_cache import compilation_cache
 
 from pipeline import lock
 from pipeline.options import UsageError
@@ -174,3 +177,23 @@ def _tree(output):
         for name in names
         if name not in ("counts.json", "summary.json", "index.html")
     }
+
+
+@pytest.fixture
+def jax_cache():
+    """Leaves JAX's compilation cache as it was found."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_jaxs_compilation_cache_can_be_in_a_bucket(strict, jax_cache):
+    # JAX itself only warns if it cannot write there.
+    jax.config.update("jax_compilation_cache_dir", f"{strict}/cache")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.jit(lambda x: x @ x + 1)(np.ones((2, 2)))
+    assert any(name.startswith("jit__lambda") for name in gcs.children(f"{strict}/cache")[0])
