@@ -49,6 +49,13 @@ PARTS = {
 
 def write(case: Case, root: Path) -> Path:
     """Writes a case's checkpoint in diffusers' layout, with files for the names and shapes that our networks have."""
+    for path, shapes in write_outline(case, root).items():
+        save_file({key: cases.weight(path.parent.name, key, shape) for key, shape in shapes.items()}, path)
+    return root
+
+
+def write_outline(case: Case, root: Path) -> dict[Path, dict[str, tuple[int, ...]]]:
+    """Writes all but the weights, and gives the names and shapes, in torch's layout, of those in each file."""
     write_tokenizers(root, VOCABULARY)
     xl = case.text_encoder_2 is not None
     _write_json(
@@ -65,12 +72,11 @@ def write(case: Case, root: Path) -> Path:
     for name in names:
         _write_json(root / name / "config.json", getattr(case, name))
     networks = abstract_networks(root)
+    files = {}
     for name in names:
-        shapes = checkpoint.tensor_shapes(getattr(networks, name))
         stem = "model" if name.startswith("text_encoder") else "diffusion_pytorch_model"
-        tensors = {key: cases.weight(name, key, shape) for key, shape in shapes.items()}
-        save_file(tensors, root / name / f"{stem}.safetensors")
-    return root
+        files[root / name / f"{stem}.safetensors"] = checkpoint.tensor_shapes(getattr(networks, name))
+    return files
 
 
 def abstract_networks(root: Path) -> Networks:
