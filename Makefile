@@ -24,10 +24,12 @@ parity: .venv/installed-test .venv-parity/installed
 	$(PARITY)/python -m tests.parity.reference $(OUT)/parity
 	LIGHTMILL_REFERENCE=$(OUT)/parity LIGHTMILL_PARITY_TABLE=docs/parity.md $(BIN)/python -m pytest -q tests/parity
 
-# Prints the tables of benchmarks/README.md; about an hour on two cores.
+# Prints the tables of benchmarks/README.md; about an hour and a half on two cores, 7 GB of disk and 8 of memory.
 bench: .venv/installed-test .venv-parity/installed
 	$(BIN)/python -m benchmarks.bench
 	$(BIN)/python -m benchmarks.scale
+	$(BIN)/python -m benchmarks.device
+	$(BIN)/python -m benchmarks.load
 
 # Compiles SDXL base 1.0 for a TPU, without one, and prints what it takes; about half an hour on two cores.
 bench-tpu: .venv/installed-test

@@ -125,10 +125,14 @@ def fill(
     """
     slots, tensors, stored = _match(net, folder, variant)
     for slot in slots:
-        # One copy of one parameter is all that the host ever holds beside the mapped file.
-        parts = [slot.to_flax(change(name, tensors[stored[name]].read())) for name in slot.names]
-        parts = [part.astype(slot.parameter.dtype, copy=False) for part in parts]
-        slot.parameter.set_value(jax.device_put(np.stack(parts) if slot.stacked else parts[0], sharding))
+        # One parameter and one tensor are all that the host ever holds.
+        values = np.empty((len(slot.names), *slot.torch_shape), slot.parameter.dtype)
+        for value, name in zip(values, slot.names, strict=True):
+            value[...] = change(name, tensors[stored[name]].read())
+        values = slot.to_flax(values)
+        placed = jax.device_put(values if slot.stacked else values[0], sharding)
+        # Waits, or parameters that are read faster than they reach the device would pile up.
+        slot.parameter.set_value(jax.block_until_ready(placed))
 
 
 def check(net: nnx.Module, folder: Path, variant: str | None = None) -> None:
@@ -193,8 +197,9 @@ class _Slot:
         shape = self.parameter.shape[1:] if self.stacked else self.parameter.shape
         return tuple(shape[axis] for axis in np.argsort(self.axes))
 
-    def to_flax(self, value: np.ndarray) -> np.ndarray:
-        return value.transpose(self.axes)
+    def to_flax(self, values: np.ndarray) -> np.ndarray:
+        """The slot's tensors, along the first axis, from torch's layout to flax's; a view, which the device copies."""
+        return values.transpose(0, *(axis + 1 for axis in self.axes))
 
     def to_torch(self, value: np.ndarray) -> np.ndarray:
         return value.transpose(np.argsort(self.axes))

@@ -74,8 +74,31 @@ class LoadedModel:
         self.lock = threading.Lock()
 
 
+class LazyResults(Iterable[ImageResult]):
+    """Results that are made while they are read: whoever reads has each batch before the shard is done.
+
+    Read again, or pickled on the way to a step that is not fused with RunInference, it is all of them.
+    """
+
+    def __init__(self, results: Iterator[ImageResult]):
+        self._made: list[ImageResult] = []
+        self._rest = results
+
+    def __iter__(self) -> Iterator[ImageResult]:
+        yield from self._made
+        for result in self._rest:
+            self._made.append(result)
+            yield result
+
+    def __reduce__(self):
+        return list, (list(self),)
+
+
 class DiffusionModelHandler(ModelHandler[Shard, PredictionResult, LoadedModel]):
-    """Generates shards: RunInference's example is a Shard, its inference a list of ImageResult in the same order."""
+    """Generates shards: RunInference's example is a Shard, its inference one ImageResult a request, in any order.
+
+    The device works when the results are read, so that the next step has pictures to encode meanwhile.
+    """
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -95,16 +118,14 @@ class DiffusionModelHandler(ModelHandler[Shard, PredictionResult, LoadedModel]):
     def run_inference(
         self, batch: Sequence[Shard], model: LoadedModel, inference_args: Mapping[str, Any] | None = None
     ) -> Iterable[PredictionResult]:
-        """Generates each shard whole.
+        """Generates shards, each when its results are read.
 
         A request whose batch fails is retried among ever fewer neighbours, at the same shape, until it is alone;
         one that fails alone becomes a rejected result. If every request of a shard fails it is not the requests'
         fault, and the error goes to the runner.
         """
         for shard in batch:
-            with model.lock:
-                results = _generate(shard, model.programs)
-            yield PredictionResult(shard, results)
+            yield PredictionResult(shard, LazyResults(_generate(shard, model)))
 
     def batch_elements_kwargs(self) -> Mapping[str, Any]:
         # A shard is a batch already; Beam's batching would depend on how bundles fall.
@@ -149,21 +170,18 @@ def load_programs(spec: ModelSpec) -> Programs:
     return Programs(model, devices_mesh, spec.per_device_batch_size, spec.executables)
 
 
-def _generate(shard: Shard, programs: Programs) -> list[ImageResult]:
-    results: dict[str, ImageResult] = {}
-    failed: list[tuple[Sequence[ImageRequest], Exception]] = []
-    for requests, outcome in _pipelined(shard, programs):
-        if isinstance(outcome, Exception):
-            failed.append((requests, outcome))
-        else:
-            results |= {result.key: result for result in outcome}
-    for requests, error in failed:
-        results |= {result.key: result for result in _bisect(requests, error, shard, programs)}
-    if failed and len(results) > 1 and all(result.failed for result in results.values()):
+def _generate(shard: Shard, model: LoadedModel) -> Iterator[ImageResult]:
+    with model.lock:
+        failed: list[tuple[Sequence[ImageRequest], Exception]] = []
+        for requests, outcome in _pipelined(shard, model.programs):
+            if isinstance(outcome, Exception):
+                failed.append((requests, outcome))
+            else:
+                yield from outcome
+        again = [result for batch in failed for result in _bisect(*batch, shard, model.programs)]
+    if 1 < len(again) == len(shard.requests) and all(result.failed for result in again):
         raise failed[0][1]  # one culprit among many requests is a bad record; all of them are a bad worker
-    if results.keys() != {request.key for request in shard.requests}:
-        raise RuntimeError(f"shard {shard.name}: {len(shard.requests)} requests gave {len(results)} results")
-    return [results[request.key] for request in shard.requests]
+    yield from again
 
 
 def _pipelined(shard: Shard, programs: Programs) -> Iterator[tuple[Sequence[ImageRequest], Outcome]]:

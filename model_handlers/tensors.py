@@ -50,20 +50,41 @@ def read_tensors(paths: Sequence[Path]) -> dict[str, Tensor]:
     """The tensors of the files of one network; raises CheckpointError if one is damaged."""
     tensors: dict[str, Tensor] = {}
     for path in paths:
-        tensors |= _flax_tensors(path) if path.suffix == ".msgpack" else _safetensors(path)
+        tensors |= _flax_tensors(path) if path.suffix == ".msgpack" else _SafetensorsFile(path).tensors()
     return tensors
 
 
-def _safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        file = safe_open(path, framework="np")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
+class _SafetensorsFile:
+    """A file of which tensors are read one by one.
 
-    def tensor(name: str) -> Tensor:
-        return Tensor(tuple(file.get_slice(name).get_shape()), lambda: file.get_tensor(name))
+    What was read of a mapped file counts as memory of this process until it is closed: it is opened anew now and then.
+    """
 
-    return {name: tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
+    _MAPPED = 2**28  # bytes that are read before
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._open()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            name: Tensor(tuple(self._file.get_slice(name).get_shape()), partial(self._read, name))
+            for name in self._file.keys()  # noqa: SIM118  # it is no dict
+        }
+
+    def _open(self) -> None:
+        try:
+            self._file = safe_open(self._path, framework="np")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self._path}: not a readable safetensors file ({error})") from None
+        self._mapped = 0
+
+    def _read(self, name: str) -> np.ndarray:
+        if self._mapped > self._MAPPED:
+            self._open()
+        value = self._file.get_tensor(name)
+        self._mapped += value.nbytes
+        return value
 
 
 # Flax numbers the modules of a list behind its name, `resnets_0`; linear_1 and linear_2 are called so in torch too.

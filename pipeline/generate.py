@@ -40,7 +40,7 @@ def build(
       patterns: input files, local or gs://, with Beam's wildcards.
       output: folder or gs://bucket/folder. It belongs to one run at a time; call `prepare` before the run.
       sampler: the model's, by which records are checked and grouped before they reach it.
-      model_handler: takes shards in batches of exactly one, and gives PredictionResult(shard, list of ImageResult).
+      model_handler: takes shards in batches of exactly one, and gives PredictionResult(shard, iterable of ImageResult).
       batch_size: rows of the compiled program over all chips of a worker.
       images_per_shard: images that are committed together, a multiple of batch_size.
       output_format: how pictures and metadata are stored.
@@ -54,7 +54,9 @@ def build(
     expanded = read.records | "ExpandRequests" >> ExpandRequests(recipe, sampler)
     unfinished = expanded.requests | "SkipFinished" >> SkipFinished(output, retry_rejected)
     grouped = unfinished.requests | "GroupIntoShards" >> GroupIntoShards(batch_size, images_per_shard, sampler)
-    predictions = grouped.shards | "RunInference" >> RunInference(model_handler)
+    # With the type, for its coder.
+    inference = RunInference(model_handler).with_output_types(PredictionResult)
+    predictions = grouped.shards | "RunInference" >> inference
     written = predictions | "WriteShard" >> WriteShard(output, recipe, output_format)
 
     rejects = (read.rejects, expanded.rejects) | "Rejects" >> beam.Flatten()

@@ -49,16 +49,22 @@ PARTS = {
 
 def write(case: Case, root: Path) -> Path:
     """Writes a case's checkpoint in diffusers' layout, with files for the names and shapes that our networks have."""
+    for path, shapes in write_outline(case, root).items():
+        save_file({key: cases.weight(path.parent.name, key, shape) for key, shape in shapes.items()}, path)
+    return root
+
+
+def write_outline(case: Case, root: Path) -> dict[Path, dict[str, tuple[int, ...]]]:
+    """Writes all but the weights, and gives the names and shapes, in torch's layout, of those in each file."""
     write_tokenizers(root, VOCABULARY)
     configs = {name: config for name in NETWORKS if (config := getattr(case, name)) is not None}
     write_configs(root, configs, case.scheduler, case.force_zeros_for_empty_prompt)
     networks = abstract_networks(root)
+    files = {}
     for name in configs:
-        shapes = checkpoint.tensor_shapes(getattr(networks, name))
         stem = "model" if name.startswith("text_encoder") else "diffusion_pytorch_model"
-        tensors = {key: cases.weight(name, key, shape) for key, shape in shapes.items()}
-        save_file(tensors, root / name / f"{stem}.safetensors")
-    return root
+        files[root / name / f"{stem}.safetensors"] = checkpoint.tensor_shapes(getattr(networks, name))
+    return files
 
 
 def write_configs(root: Path, configs: dict[str, Settings], scheduler: Settings, force_zeros: bool = True) -> Path:

@@ -13,7 +13,8 @@ from PIL import Image, PngImagePlugin
 
 KEYWORD = "lightmill"  # of the PNG text chunk; JPEG and WebP hold the text as EXIF
 DEFAULT_QUALITY = 95
-_PNG_LEVEL = 6
+# Of zlib-ng, which Pillow has: 6 takes twice the time, for photographs that are at most 1.5 % smaller.
+_PNG_LEVEL = 4
 _WEBP_METHOD = 4
 _IMAGE_DESCRIPTION = 0x010E
 

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import cast
@@ -27,7 +27,7 @@ from transforms.formats import FOLDER_OF_PNG, FORMATS, OutputFormat, jsonl
 from transforms.pictures import IMAGE_FORMATS
 from transforms.records import FIELDS, PromptRecord, Reject
 
-# Shards that wait for encoding and writing while the device makes the next one. Each holds its images in memory.
+# Shards that are still encoded or written while the device makes the next one. Each holds its images in memory.
 _SHARDS_IN_FLIGHT = 2
 # Encoding releases the GIL and uploads wait for the network, so more threads than shards.
 _IMAGE_THREADS = 8
@@ -39,7 +39,8 @@ class WrittenShard:
 
     Attributes:
       bytes: of its image files.
-      encode_seconds, write_seconds: that pictures took to become files, and files to be stored; threads added up.
+      encode_seconds: that pictures took to become files; threads added up.
+      write_seconds: that files took to be stored.
     """
 
     name: str
@@ -53,19 +54,21 @@ class WrittenShard:
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """One image file; fields as in `WrittenShard`."""
+class _Encoded:
+    """A request with its result, whose pixels have become the bytes of a file; none if there is no image."""
 
-    sha256: str
-    bytes: int
-    encode_seconds: float
-    write_seconds: float
+    request: ImageRequest
+    result: ImageResult
+    data: bytes = b""
+    sha256: str = ""
+    seconds: float = 0.0
 
 
 class WriteShard(beam.PTransform):
     """Writes the shards that come from RunInference; gives one WrittenShard for each.
 
-    Takes PredictionResult(example=Shard, inference=list of ImageResult).
+    Takes PredictionResult(example=Shard, inference=iterable of ImageResult). If the model makes its results while they
+    are read, each image is encoded while it makes the next ones.
     """
 
     def __init__(self, output: str, recipe: Recipe, output_format: OutputFormat):
@@ -77,7 +80,7 @@ class WriteShard(beam.PTransform):
 
 
 class _WriteShard(beam.DoFn):
-    """Hands shards to threads, so that the device makes the next one while they are encoded and written.
+    """Hands images and shards to threads, so that the device goes on while they are encoded and written.
 
     An error in a thread is raised by the next `process` or by `finish_bundle`: the bundle fails, as it should.
     """
@@ -100,21 +103,21 @@ class _WriteShard(beam.DoFn):
     def process(self, prediction: PredictionResult):
         while len(self._in_flight) >= _SHARDS_IN_FLIGHT or (self._in_flight and self._in_flight[0].done()):
             yield self._finished()
-        self._in_flight.append(
-            self._shard_pool.submit(
-                write_shard,
-                self._output,
-                self._recipe,
-                cast(Shard, prediction.example),
-                cast(Sequence[ImageResult], prediction.inference),
-                self._format,
-                self._image_pool.map,
-            )
-        )
+        shard = cast(Shard, prediction.example)
+        # The device is held during this loop, so nothing of ours waits in it.
+        encoded = [
+            self._image_pool.submit(_encode, self._recipe, shard, result, self._format)
+            for result in cast(Iterable[ImageResult], prediction.inference)
+        ]
+        self._in_flight.append(self._shard_pool.submit(self._write, shard, encoded))
 
     def finish_bundle(self):
         while self._in_flight:
             yield WindowedValue(self._finished(), GlobalWindow().max_timestamp(), (GlobalWindow(),))
+
+    def _write(self, shard: Shard, encoded: Sequence[Future[_Encoded]]) -> WrittenShard:
+        images = [image.result() for image in encoded]
+        return _write(self._output, self._recipe, shard, images, self._format, self._image_pool.map)
 
     def _finished(self) -> WrittenShard:
         shard = self._in_flight.popleft().result()
@@ -132,105 +135,120 @@ def write_shard(
     output: str,
     recipe: Recipe,
     shard: Shard,
-    results: Sequence[ImageResult],
+    results: Iterable[ImageResult],
     output_format: OutputFormat = FOLDER_OF_PNG,
-    run_all: Callable = map,
 ) -> WrittenShard:
     """Writes and commits one shard. Written twice, also by two workers at once, it has the same bytes.
 
     Args:
       results: one for each request, in any order.
-      run_all: a `map`, which may use threads.
 
     Raises:
       ValueError: if the results do not answer the shard's requests one to one.
     """
-    with storage.writing(output):
-        written = _write(output, recipe, _match(shard, results), shard.name, output_format, run_all)
-    progress.add(done=written.written, rejected=written.rejected)
-    return written
+    encoded = [_encode(recipe, shard, result, output_format) for result in results]
+    return _write(output, recipe, shard, encoded, output_format, map)
+
+
+def _encode(recipe: Recipe, shard: Shard, result: ImageResult, output_format: OutputFormat) -> _Encoded:
+    started = time.monotonic()
+    request = _request_of(shard, result)
+    if result.image is None:
+        return _Encoded(request, result)
+    image_format = IMAGE_FORMATS[output_format.image_format]
+    text = metadata.recipe_text(request, recipe, image_format.max_text)
+    data = image_format.encode(result.image, text, output_format.image_quality)
+    sha256 = hashlib.sha256(data).hexdigest()
+    return _Encoded(request, dataclasses.replace(result, image=None), data, sha256, time.monotonic() - started)
+
+
+def _request_of(shard: Shard, result: ImageResult) -> ImageRequest:
+    """The request that a result answers; raises ValueError if it is no answer to any."""
+    request = next((request for request in shard.requests if request.key == result.key), None)
+    if request is None:
+        raise ValueError(f"shard {shard.name}: a result for {result.key}, which is not asked for")
+    if (result.image is None) == (result.reject_reason is None):
+        raise ValueError(f"shard {shard.name}: {request.key} must have an image or a reason, and not both")
+    shape = (request.height, request.width, 3)
+    if result.image is not None and (result.image.shape != shape or result.image.dtype != np.uint8):
+        found = f"{result.image.dtype} {result.image.shape}"
+        raise ValueError(f"shard {shard.name}: the image of {request.key} must be uint8 {shape}, not {found}")
+    return request
+
+
+def _in_order(shard: Shard, encoded: Sequence[_Encoded]) -> list[_Encoded]:
+    """One for each request, by its key: order proves nothing, and Beam does not count."""
+    by_key = {each.request.key: each for each in encoded}
+    if not len(by_key) == len(encoded) == len(shard.requests):
+        raise ValueError(
+            f"shard {shard.name}: {len(encoded)} results for {len(by_key)} keys do not answer its "
+            f"{len(shard.requests)} requests one to one"
+        )
+    return [by_key[request.key] for request in shard.requests]
 
 
 def _write(
     output: str,
     recipe: Recipe,
-    pairs: list[tuple[ImageRequest, ImageResult]],
-    shard: str,
+    shard: Shard,
+    encoded: Sequence[_Encoded],
     output_format: OutputFormat,
     run_all: Callable,
 ) -> WrittenShard:
-    made = [(request, result) for request, result in pairs if result.image is not None]
-    failed = [(request, result) for request, result in pairs if result.image is None]
-    image_format = IMAGE_FORMATS[output_format.image_format]
+    """Stores the files of a shard, and commits it; `run_all` is a `map`, which may use threads."""
+    encoded = _in_order(shard, encoded)
+    made, failed = ([each for each in encoded if bool(each.data) == kind] for kind in (True, False))
+    started = time.monotonic()
+    with storage.writing(output):
+        _store(output, recipe, shard.name, made, output_format, run_all)
+        _store_rejects(output, shard.name, failed)
+        commit = Commit(
+            shard=shard.name,
+            images=tuple(CommittedImage(image.request.key, image.sha256, len(image.data)) for image in made),
+            rejected=tuple(CommittedReject(each.request.key, str(each.result.reject_reason)) for each in failed),
+        )
+        storage.write_file(output, commits.path_of(shard.name), commit.to_json())
+        storage.make_durable(output, commits.FOLDER)
+    progress.add(done=len(made), rejected=len(failed))
+    return WrittenShard(
+        shard.name,
+        written=len(made),
+        rejected=len(failed),
+        truncated=sum(image.result.truncated for image in made),
+        unknown_words=sum(image.result.unknown_words > 0 for image in made),
+        bytes=sum(len(image.data) for image in made),
+        encode_seconds=sum(image.seconds for image in made),
+        write_seconds=time.monotonic() - started,
+    )
+
+
+def _store(
+    output: str,
+    recipe: Recipe,
+    shard: str,
+    made: Sequence[_Encoded],
+    output_format: OutputFormat,
+    run_all: Callable,
+) -> None:
+    """Writes images, then their rows."""
     writer = FORMATS[output_format.format].writer(output, shard)
 
-    def write_image(pair: tuple[ImageRequest, ImageResult]) -> _Stored:
-        request, result = pair
-        assert result.image is not None
-        started = time.monotonic()
-        text = metadata.recipe_text(request, recipe, image_format.max_text)
-        data = image_format.encode(result.image, text, output_format.image_quality)
-        sha256 = hashlib.sha256(data).hexdigest()
-        encoded = time.monotonic()
-        writer.add(request.key + output_format.suffix, data)
-        return _Stored(sha256, len(data), encoded - started, time.monotonic() - encoded)
+    def file_name(image: _Encoded) -> str:
+        return image.request.key + output_format.suffix
 
-    files: list[_Stored] = list(run_all(write_image, made))
-    stored = time.monotonic()
-    writer.close(
-        [
-            metadata.row(request, result, recipe, request.key + output_format.suffix, file.sha256)
-            for (request, result), file in zip(made, files, strict=True)
-        ]
-    )
+    # A list, so that errors of threads are raised.
+    list(run_all(lambda image: writer.add(file_name(image), image.data), made))
+    writer.close([metadata.row(image.request, image.result, recipe, file_name(image), image.sha256) for image in made])
+
+
+def _store_rejects(output: str, shard: str, failed: Sequence[_Encoded]) -> None:
     if failed:
-        storage.write_file(output, rejects.path_of(shard), jsonl(_reject_row(*pair) for pair in failed))
+        lines = jsonl(_reject_row(each.request, each.result) for each in failed)
+        storage.write_file(output, rejects.path_of(shard), lines)
     else:
         # Of an earlier, unfinished attempt at this shard.
         storage.delete_files(output, [rejects.path_of(shard)])
     storage.make_durable(output, rejects.FOLDER)
-    commit = Commit(
-        shard=shard,
-        images=tuple(
-            CommittedImage(request.key, file.sha256, file.bytes) for (request, _), file in zip(made, files, strict=True)
-        ),
-        rejected=tuple(CommittedReject(request.key, str(result.reject_reason)) for request, result in failed),
-    )
-    storage.write_file(output, commits.path_of(shard), commit.to_json())
-    storage.make_durable(output, commits.FOLDER)
-    results = [result for _, result in made]
-    return WrittenShard(
-        shard,
-        written=len(made),
-        rejected=len(failed),
-        truncated=sum(result.truncated for result in results),
-        unknown_words=sum(result.unknown_words > 0 for result in results),
-        bytes=sum(file.bytes for file in files),
-        encode_seconds=sum(file.encode_seconds for file in files),
-        write_seconds=sum(file.write_seconds for file in files) + time.monotonic() - stored,
-    )
-
-
-def _match(shard: Shard, results: Sequence[ImageResult]) -> list[tuple[ImageRequest, ImageResult]]:
-    """Pairs requests with their results by key: order proves nothing, and Beam does not count."""
-    by_key = {result.key: result for result in results}
-    wanted = {request.key for request in shard.requests}
-    if len(by_key) != len(results) or by_key.keys() != wanted or len(wanted) != len(shard.requests):
-        raise ValueError(
-            f"shard {shard.name}: {len(results)} results for {len(by_key)} keys do not answer its "
-            f"{len(shard.requests)} requests one to one"
-        )
-    pairs = []
-    for request in shard.requests:
-        result = by_key[request.key]
-        if (result.image is None) == (result.reject_reason is None):
-            raise ValueError(f"shard {shard.name}: {request.key} must have an image or a reason, and not both")
-        shape = (request.height, request.width, 3)
-        if result.image is not None and (result.image.shape != shape or result.image.dtype != np.uint8):
-            found = f"{result.image.dtype} {result.image.shape}"
-            raise ValueError(f"shard {shard.name}: the image of {request.key} must be uint8 {shape}, not {found}")
-        pairs.append((request, result))
-    return pairs
 
 
 def _reject_row(request: ImageRequest, result: ImageResult) -> dict[str, object]:

@@ -19,6 +19,7 @@ from model_handlers.checkpoint import CheckpointError
 from model_handlers.config import ConfigError
 from model_handlers.stable_diffusion.model import NETWORKS, Configs, StableDiffusion
 from model_handlers.stable_diffusion.tokens import Tokenizer
+from model_handlers.tensors import _SafetensorsFile, read_tensors
 from tests import checkpoints
 from tests.parity import cases
 
@@ -139,6 +140,14 @@ def test_a_bfloat16_file_is_read_exactly(root):
     save_file(short, root / VAE)
     for name, value in filled(root).items():
         np.testing.assert_array_equal(value, short[name].astype(np.float32))
+
+
+def test_of_a_mapped_file_only_what_was_read_last_stays_in_memory(root, monkeypatch):
+    monkeypatch.setattr(_SafetensorsFile, "_MAPPED", 0)
+    found = read_tensors([root / VAE])
+    for name, value in load_file(root / VAE).items():
+        np.testing.assert_array_equal(found[name].read(), value)
+    assert Path("/proc/self/maps").read_text().count(str(root / VAE)) == 1
 
 
 def test_parameters_keep_the_type_that_the_network_has(root):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -108,20 +109,27 @@ def sleeps(monkeypatch):
 SPEC = ModelSpec("nowhere", "0" * 64, "EulerDiscreteScheduler", "float32", BATCH_SIZE)
 
 
+def predictions(programs, *shards):
+    return list(DiffusionModelHandler(SPEC).run_inference(shards, LoadedModel(programs)))
+
+
 def generate(programs, *shards):
-    """The results of each shard, in order."""
-    predictions = DiffusionModelHandler(SPEC).run_inference(shards, LoadedModel(programs))
-    return [prediction.inference for prediction in predictions]
+    """The results of each shard, in the order of its requests."""
+    results = []
+    for prediction in predictions(programs, *shards):
+        by_key = {result.key: result for result in prediction.inference}
+        results.append([by_key.pop(request.key) for request in prediction.example.requests])
+        assert by_key == {}
+    return results
 
 
 def poison(requests):
     return ValueError("a poison record") if any(r.prompt == "poison" for r in requests) else None
 
 
-def test_a_shard_comes_back_whole_and_in_its_order():
+def test_a_shard_comes_back_whole():
     requests = [ask(i) for i in range(2 * BATCH_SIZE + 3)]
     (results,) = generate(FakePrograms(), shard_of(*requests))
-    assert [result.key for result in results] == [request.key for request in requests]
     assert [int(result.image[0, 0, 0]) for result in results] == [request.seed for request in requests]
 
 
@@ -137,6 +145,25 @@ def test_the_next_batch_is_started_before_the_last_is_fetched():
     generate(programs, shard_of(*(ask(i) for i in range(3 * BATCH_SIZE))))
     order = [("start", 0), ("start", 1), ("fetch", 0), ("start", 2), ("fetch", 1), ("fetch", 2)]
     assert programs.events == order
+
+
+def test_a_batch_can_be_read_while_the_device_makes_the_next():
+    programs = FakePrograms()
+    (prediction,) = predictions(programs, shard_of(*(ask(i) for i in range(2 * BATCH_SIZE))))
+    assert programs.events == []
+    results = iter(prediction.inference)
+    assert [next(results).image[0, 0, 0] for _ in range(BATCH_SIZE)] == list(range(BATCH_SIZE))
+    assert programs.events == [("start", 0), ("start", 1), ("fetch", 0)]
+
+
+def test_results_that_were_read_can_be_read_again_and_cross_into_another_process():
+    programs = FakePrograms()
+    (prediction,) = predictions(programs, shard_of(*(ask(i) for i in range(BATCH_SIZE + 1))))
+    next(iter(prediction.inference))
+    sent = pickle.loads(pickle.dumps(prediction)).inference
+    assert [result.image[0, 0, 0] for result in sent] == list(range(BATCH_SIZE + 1))
+    assert [result.key for result in prediction.inference] == [result.key for result in sent]
+    assert len(programs.calls) == 2
 
 
 @pytest.mark.parametrize("place", [0, 3, 7, 9])
@@ -223,7 +250,8 @@ def test_threads_take_turns_at_the_device():
     model = LoadedModel(Slow())
 
     def work():
-        list(DiffusionModelHandler(SPEC).run_inference([shard_of(ask(0), ask(1))], model))
+        (prediction,) = DiffusionModelHandler(SPEC).run_inference([shard_of(ask(0), ask(1))], model)
+        list(prediction.inference)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

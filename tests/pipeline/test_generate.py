@@ -263,3 +263,12 @@ def test_other_formats_resume_as_a_folder_does(tmp_path, output_format, monkeypa
     run(path, tmp_path / "resumed", handler, output_format=output_format)
     assert tree(tmp_path / "resumed") == tree(tmp_path / "whole")
     assert 3 <= read_counts(str(tmp_path / "resumed")).written <= 4
+
+
+def test_results_reach_their_files_as_they_are_made_and_are_never_pickled(tmp_path):
+    def one_by_one(results):
+        yield from results  # which cannot be pickled, nor read twice
+
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"p{number}"} for number in range(9)])
+    run(path, tmp_path / "out", FakeHandler(answer=one_by_one))
+    assert len(rows(tmp_path / "out")) == 9

@@ -17,6 +17,7 @@ from transforms import storage, write
 from transforms.commits import read_commits
 from transforms.formats import OutputFormat
 from transforms.metadata import SCHEMA
+from transforms.pictures import IMAGE_FORMATS
 from transforms.records import PromptRecord, parse
 from transforms.requests import expand
 from transforms.write import write_shard
@@ -162,13 +163,13 @@ class _Bundle:
     """A bundle of the DoFn, by hand."""
 
     def __init__(self, output, monkeypatch, write_one):
-        monkeypatch.setattr(write, "write_shard", write_one)
+        monkeypatch.setattr(write, "_write", write_one)
         self.dofn = write._WriteShard(str(output), RECIPE, OutputFormat())
         self.dofn.setup()
         self.dofn.start_bundle()
 
-    def process(self, name):
-        return list(self.dofn.process(PredictionResult(make_shard(name=name), [])))
+    def process(self, name, results=()):
+        return list(self.dofn.process(PredictionResult(make_shard(name=name), results)))
 
 
 def test_the_device_goes_on_while_two_shards_are_written_and_waits_with_the_third(tmp_path, monkeypatch):
@@ -188,6 +189,27 @@ def test_the_device_goes_on_while_two_shards_are_written_and_waits_with_the_thir
     assert time.monotonic() - begin > 0.1 and first.name == "1"
     rest = [value.value.name for value in bundle.dofn.finish_bundle()]
     assert sorted(started) == ["1", "2", "3"] and set(rest) <= {"2", "3"}
+    bundle.dofn.teardown()
+
+
+def test_an_image_is_encoded_before_the_model_has_made_the_next(tmp_path, monkeypatch):
+    encoded = threading.Event()
+    png = IMAGE_FORMATS["png"]
+
+    def encode(*arguments):
+        encoded.set()
+        return png.encode(*arguments)
+
+    def results():
+        first, *others = draw(make_shard())
+        yield first
+        assert encoded.wait(5)
+        yield from others
+
+    monkeypatch.setitem(IMAGE_FORMATS, "png", dataclasses.replace(png, encode=encode))
+    bundle = _Bundle(tmp_path, monkeypatch, write._write)
+    written = [*bundle.process("a" * 20, results()), *(value.value for value in bundle.dofn.finish_bundle())]
+    assert [shard.written for shard in written] == [4] == [len(rows(tmp_path))]
     bundle.dofn.teardown()
 
 
