@@ -201,7 +201,7 @@ PICTURES_OF_TEXT = (
     Picture("a red ring", "a zebra", 5.0, num_inference_steps=5, settings={"clip_skip": 1}),
 )
 
-CASES = (
+CASES: tuple[Case, ...] = (
     Case(
         "uneven_depth",
         text_encoder(32, 2, 4, "quick_gelu", LEGACY_END_OF_TEXT, 32),
@@ -548,7 +548,7 @@ def embedded() -> Case:
     def config(name: str) -> Settings:
         return json.loads((EMBEDDED / name / "config.json").read_text())
 
-    networks = {name: config(name) for name in ("text_encoder", "text_encoder_2", "unet", "vae")}
+    networks: dict[str, Any] = {name: config(name) for name in ("text_encoder", "text_encoder_2", "unet", "vae")}
     return Case(
         "embedded", **networks, scheduler={}, force_zeros_for_empty_prompt=True, height=64, width=64, pictures=PICTURES
     )
