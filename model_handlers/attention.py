@@ -29,9 +29,13 @@ def attention(
     `mask` (B, S) says which keys there are. On TPU, heads that fill its lanes go through a kernel that keeps the scores
     on the chip: plain, they are most of what the UNet moves to memory and back.
     """
-    if not causal and mesh.on_tpu() and tpu_attention.fits(query, key, num_heads):
-        kernel = partial(tpu_attention.attention, num_heads=num_heads)
-        return mesh.by_row(kernel)(query, key, value, mask)
+    if not causal:
+        query = mesh.laid(query, "batch", "queries")
+        key, value = mesh.laid(key, "batch"), mesh.laid(value, "batch")
+        if mesh.on_tpu() and tpu_attention.fits(query, key, num_heads, mesh.ways("queries")):
+            kernel = partial(tpu_attention.attention, num_heads=num_heads)
+            axes = ("batch", "queries"), ("batch",), ("batch",), ("batch",)
+            return mesh.on_each_chip(kernel, *axes)(query, key, value, mask)
 
     if not causal and (blocks := _blocks(query.shape[1], key.shape[1], num_heads)) > 1:
         # As much memory as one block's scores; a VAE's at 1024 x 1024 pixels would take a gigabyte an image.
@@ -84,7 +88,7 @@ class Stack(nnx.Module):
 
         def step_of(carry, slices):
             parameters, inputs = slices
-            return step(nnx.merge(definition, parameters), carry, inputs)
+            return step(nnx.merge(definition, mesh.gathered(parameters)), carry, inputs)
 
         # Of one block there is nothing to save, and a loop around it would copy its weights.
         return jax.lax.scan(step_of, carry, (parameters, inputs), unroll=self.length == 1)

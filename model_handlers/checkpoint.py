@@ -10,7 +10,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class Description:
       family: the pipeline class that model_index.json names.
       scheduler: the sampler to use, the checkpoint's own or the one asked for.
       size_multiple: width and height must be multiples of it, in pixels.
+      coarsest: side in pixels of one position where the network's feature maps are smallest.
       side: width and height of the pictures that it was trained on, in pixels.
       max_clip_skip: as in the recipe.
       sampler: the scheduler with its options.
@@ -56,6 +57,7 @@ class Description:
     family: str
     scheduler: str
     size_multiple: int
+    coarsest: int
     side: int
     max_clip_skip: int
     sampler: SchedulerConfig
@@ -107,7 +109,7 @@ def fill(
     net: nnx.Module,
     folder: Path,
     *,
-    sharding: jax.sharding.Sharding | None = None,
+    sharding: Callable[[Sequence[int]], jax.sharding.Sharding] | None = None,
     variant: str | None = None,
     change: Callable[[str, np.ndarray], np.ndarray] = lambda name, value: value,
 ) -> None:
@@ -116,7 +118,7 @@ def fill(
     Args:
       net: made under `nnx.eval_shape`, so no random weights ever existed; its parameters' dtypes are kept.
       folder: the network's folder in the checkpoint.
-      sharding: where each weight goes; None is the default device.
+      sharding: where a weight of a shape goes; None is the default device.
       variant: such as "fp16", for the files of that infix; None prefers the files without one.
       change: what becomes of a tensor, given its name, in torch's layout; of any float type.
 
@@ -130,7 +132,8 @@ def fill(
         for value, name in zip(values, slot.names, strict=True):
             value[...] = change(name, tensors[stored[name]].read())
         values = slot.to_flax(values)
-        placed = jax.device_put(values if slot.stacked else values[0], sharding)
+        values = values if slot.stacked else values[0]
+        placed = jax.device_put(values, sharding(values.shape) if sharding else None)
         # Waits, or parameters that are read faster than they reach the device would pile up.
         slot.parameter.set_value(jax.block_until_ready(placed))
 

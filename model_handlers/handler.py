@@ -20,8 +20,10 @@ from apache_beam.ml.inference.base import ModelHandler, PredictionResult
 from model_handlers import checkpoint, fetch, mesh, metrics
 from model_handlers.families import family_of
 from model_handlers.lora import Adapter
+from model_handlers.mesh import ALL_ON_DATA, MeshShape
 from model_handlers.program import CompileError, Programs
 from model_handlers.recipe import ImageRequest, ImageResult, Shard
+from model_handlers.stable_diffusion.model import TEXT_ENCODERS
 
 log = logging.getLogger("lightmill")
 
@@ -46,6 +48,8 @@ class ModelSpec:
       device: "tpu", "gpu" or "cpu", which must then be there; None takes the best that JAX finds.
       jax_cache_dir: folder or gs:// folder of JAX's persistent compilation cache.
       executables: folder or gs:// folder of programs that were compiled before, see `executables`.
+      mesh: how the chips share the work.
+      offload_encoders: whether the text encoders stay in the host's memory, for as long as no prompt is read.
       adapters: LoRA files to merge into it.
       environment: variables that the device's driver reads when it starts, as pairs.
     """
@@ -64,6 +68,8 @@ class ModelSpec:
     prompt_windows: int = 1
     environment: tuple[tuple[str, str], ...] = ()
     executables: str | None = None
+    mesh: MeshShape = ALL_ON_DATA
+    offload_encoders: bool = False
 
 
 class LoadedModel:
@@ -156,14 +162,14 @@ def load_programs(spec: ModelSpec) -> Programs:
             f"{spec.checkpoint}: the files here have identity {found[:12]}, those of the recipe {spec.identity[:12]}; "
             "the checkpoint changed under the run, or the worker sees another one"
         )
-    devices_mesh = mesh.make_mesh(devices)
+    devices_mesh = mesh.make_mesh(devices, spec.mesh)
     model = family_of(root).load(
         root,
         scheduler=spec.scheduler,
         scheduler_options=spec.scheduler_options,
         prompt_windows=spec.prompt_windows,
         dtype=spec.dtype,
-        sharding=mesh.sharding(devices_mesh),
+        place=mesh.of_weights(devices_mesh, TEXT_ENCODERS if spec.offload_encoders else ()),
         variant=spec.variant,
         adapters=spec.adapters,
     )

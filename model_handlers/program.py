@@ -80,7 +80,7 @@ class Programs:
         executables_folder: str | None = None,
     ):
         """`executables_folder`, local or gs://, is where programs may lie that were compiled before."""
-        self.batch_size = per_device_batch_size * mesh.size
+        self.batch_size = per_device_batch_size * meshes.ways("batch", mesh)
         self.compiled: dict[tuple[int, int], Callable[..., tuple[jax.Array, jax.Array]]] = {}
         self.clock = metrics.DeviceClock()
         self._model = model

@@ -35,6 +35,9 @@ class Recipe:
       per_device_batch_size: rows of the compiled program on one chip. A row's last bits depend on this shape
         (never on its neighbours), so it belongs to the recipe; the number of chips does not.
       size_multiple: width and height are multiples of it, in pixels (the VAE's down-sampling factor).
+      context: chips that share the height of each picture. It moves the last bits, as sums over a picture are made of
+        the chips' parts; chips that share only the batch or the weights do not.
+      height_multiple: height is a multiple of it too, so that every feature map can be shared.
       lora: the LoRA files merged into the checkpoint, in their order, as JSON: [[sha256, weight], ...].
       prompt_windows: how many times the text encoders' length a prompt may have; with 1 it is cut as by the reference.
       max_clip_skip: how many layers of its text encoders can be left out beyond the usual one.
@@ -61,13 +64,16 @@ class Recipe:
     lora: str = "[]"
     prompt_windows: int = 1
     max_clip_skip: int = 0
+    context: int = 1
+    height_multiple: int = 1
     settings: str = "{}"
 
     def of_model(self) -> dict[str, str | int]:
         """The part that decides pixels for every record alike; a record's own fields decide the rest."""
         names = ("checkpoint", "family", "scheduler", "scheduler_options", "dtype", "per_device_batch_size")
         # Only where they are set, so that what is new here changes no digest of a picture without it.
-        later = [name for name in ("lora", "prompt_windows") if getattr(self, name) != getattr(Recipe, name)]
+        new = ("lora", "prompt_windows", "context")
+        later = [name for name in new if getattr(self, name) != getattr(Recipe, name)]
         return {name: getattr(self, name) for name in (*names, *later)}
 
 

@@ -24,11 +24,14 @@ ROWS = 16  # of a tile of bfloat16; a block that is not all of an axis is a mult
 MASKED = -1e30  # a score that softmax turns into 0; infinity would make NaN of a row in which all are
 
 
-def fits(query: jax.Array, key: jax.Array, num_heads: int) -> bool:
-    """Whether the kernel takes these shapes: heads fill lanes exactly, and a block of scores fits."""
+def fits(query: jax.Array, key: jax.Array, num_heads: int, parts: int = 1) -> bool:
+    """Whether the kernel takes these shapes, with the queries in so many parts, each on a chip of its own.
+
+    Heads must fill lanes exactly, and a block of scores must fit.
+    """
     _, length, channels = query.shape
     head = channels // num_heads
-    return LANES % head == 0 and channels % LANES == 0 and bool(_block(length, key.shape[1]))
+    return LANES % head == 0 and channels % LANES == 0 and bool(_block(length // parts, key.shape[1]))
 
 
 def attention(

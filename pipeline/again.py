@@ -36,6 +36,8 @@ def command(
         del record["negative_prompt"]
     flags = {name: str(getattr(recipe, name)) for name in ("scheduler", "dtype", "per_device_batch_size")}
     options = json.loads(recipe.scheduler_options)
+    if recipe.context > 1:
+        flags["mesh"] = f"context={recipe.context}"
     if recipe.prompt_windows > 1:
         flags |= {"long_prompts": "chunk", "prompt_windows": str(recipe.prompt_windows)}
     if output_format.image_format != OutputFormat.image_format:

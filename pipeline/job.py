@@ -20,6 +20,7 @@ from model_handlers.config import ConfigError
 from model_handlers.families import family_of
 from model_handlers.handler import DiffusionModelHandler, ModelSpec
 from model_handlers.lora import Adapter
+from model_handlers.mesh import MeshError
 from model_handlers.recipe import Recipe, Settings
 from model_handlers.samplers import SchedulerConfig
 from pipeline import report, unchanged
@@ -60,7 +61,7 @@ def generate(options: GenerateOptions, beam_options: PipelineOptions) -> int:
     try:
         worker = settle_workers(options, beam_options)
         spec, recipe, sampler = _resolve_model(options, worker)
-        batch_size = spec.per_device_batch_size * worker.devices
+        batch_size = spec.per_device_batch_size * spec.mesh.rows(worker.devices)
         output_format = _output_format(options)
         output = find_output(options.output, recipe, output_format, options.on_recipe_change)
         pipeline = _pipeline(beam_options)
@@ -78,7 +79,7 @@ def generate(options: GenerateOptions, beam_options: PipelineOptions) -> int:
             prompt_column=options.prompt_column,
             id_column=options.id_column,
         )
-    except (CheckpointError, ConfigError, CommitError, InputError) as error:
+    except (CheckpointError, ConfigError, CommitError, InputError, MeshError) as error:
         raise UsageError(str(error)) from error
     if output.new:
         write_recipe(output.path, recipe, output_format)
@@ -167,6 +168,8 @@ def _resolve_model(options: GenerateOptions, worker: Worker) -> tuple[ModelSpec,
         jax_cache_dir=options.jax_cache_dir,
         adapters=adapters,
         executables=options.executables,
+        mesh=options.mesh,
+        offload_encoders=options.offload_encoders,
     )
     return spec, recipe, sampler
 
@@ -187,9 +190,11 @@ def settle_recipe(
     sampling = settle_sampling(options)
     description = family_of(root).describe(root, sampling.scheduler, sampling.scheduler_options)
     width, height = options.width or description.side, options.height or description.side
-    for name, value in (("width", width), ("height", height)):
-        if value % description.size_multiple:
-            raise UsageError(f"--{name} must be a multiple of {description.size_multiple}, not {value}")
+    context = options.mesh.context
+    height_multiple = description.coarsest * context if context > 1 else description.size_multiple
+    for name, value, multiple in (("width", width, description.size_multiple), ("height", height, height_multiple)):
+        if value % multiple:
+            raise UsageError(f"--{name} must be a multiple of {multiple}, not {value}")
     dtype = options.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
@@ -211,6 +216,8 @@ def settle_recipe(
         lora=lora,
         prompt_windows=_prompt_windows(options),
         max_clip_skip=description.max_clip_skip,
+        context=context,
+        height_multiple=height_multiple,
         settings=_settings(options),
     )
     _check_defaults(options, recipe, description.sampler)

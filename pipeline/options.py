@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from model_handlers.fetch import EMBEDDED
+from model_handlers.mesh import ALL_ON_DATA, MeshError, MeshShape
 from model_handlers.recipe import MAX_SEED, MAX_SIDE, MAX_STEPS
 from pipeline.workers import GPUS, TPUS
 from transforms.formats import FORMATS
@@ -65,6 +66,8 @@ class ModelOptions:
     prompt_windows: int | None
     dtype: str
     tpu: str | None
+    mesh: MeshShape
+    offload_encoders: bool
     seed: int
     width: int | None
     height: int | None
@@ -270,6 +273,20 @@ def _add_model_flags(model: argparse._ArgumentGroup) -> None:
     model.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: float32 on CPU, else bfloat16"
     )
+    model.add_argument(
+        "--mesh",
+        type=_mesh,
+        default=ALL_ON_DATA,
+        metavar="AXIS=N,...",
+        help="how the chips of a worker share the work: data (rows of the batch), fsdp (rows, and the weights too), "
+        "context (the height of each picture), such as data=2,fsdp=2 (default: all on data)",
+    )
+    model.add_argument(
+        "--offload_encoders",
+        action="store_true",
+        help="keep the text encoders in the host's memory; each batch brings them to the chips for as long as it reads "
+        "its prompts",
+    )
 
 
 def _add_record_flags(parser: argparse.ArgumentParser) -> None:
@@ -363,6 +380,13 @@ def _lora(text: str) -> tuple[str, float]:
     if not source or not math.isfinite(number):
         raise argparse.ArgumentTypeError(f"{text!r} is not FILE:WEIGHT, as {weight!r} is not a finite number")
     return source, number
+
+
+def _mesh(text: str) -> MeshShape:
+    try:
+        return MeshShape.parse(text)
+    except MeshError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _field(name: str) -> Callable[[str], Value]:

@@ -23,9 +23,10 @@ from model_handlers.checkpoint import CheckpointError
 from model_handlers.config import ConfigError
 from model_handlers.costs import Costs, Work, matmul_flops
 from model_handlers.families import family_of
+from model_handlers.mesh import MeshError
 from model_handlers.recipe import ImageRequest, Recipe
 from model_handlers.samplers import SchedulerConfig
-from model_handlers.stable_diffusion.model import StableDiffusion
+from model_handlers.stable_diffusion.model import TEXT_ENCODERS, StableDiffusion
 from model_handlers.topologies import Chip, TopologyError, chip_of, devices_of
 from pipeline.job import settle_recipe
 from pipeline.options import PlanOptions, UsageError
@@ -41,7 +42,7 @@ log = logging.getLogger("lightmill")
 GIB = 2**30
 NOT_RUN = "These are estimates by a compiler on this machine: nothing was run on a TPU."
 Size = tuple[int, int]  # height and width in pixels
-Outline = Callable[[jax.sharding.Sharding], StableDiffusion]  # the model as shapes, which lie so
+Outline = Callable[[jax.sharding.Mesh], StableDiffusion]  # the model as shapes, which lie on a mesh
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def plan(options: PlanOptions) -> str:
     # Or JAX would look for a TPU of this machine, which only the compiler for TPUs is wanted of.
     jax.config.update("jax_platforms", "cpu")
     try:
-        chip, mesh = chip_of(topology), meshes.make_mesh(devices_of(topology))
+        chip, mesh = chip_of(topology), meshes.make_mesh(devices_of(topology), options.mesh)
         if options.price_per_chip_hour is not None and not chip:
             raise UsageError("--price_per_chip_hour: there are no estimates of time for a CPU, only for TPUs")
         root = fetch.checkpoint_folder(options.checkpoint, config=options.config, weights=False)
@@ -105,21 +106,22 @@ def plan(options: PlanOptions) -> str:
             options, root, checkpoint="", device="tpu" if chip else "cpu", per_device_batch_size=1
         )
         prompts = _read(options, recipe, sampler) if options.input else _one_picture(recipe, sampler)
-        outline = functools.partial(_outline, root, recipe)
+        outline = functools.partial(_outline, root, recipe, TEXT_ENCODERS if options.offload_encoders else ())
         estimates = [
             _estimate(options, outline, mesh, chip, batch, prompts.demands[size], request)
             for batch in sorted(set(options.per_device_batch_size))
             for size, request in prompts.examples.items()
         ]
-    except (CheckpointError, ConfigError, InputError, TopologyError) as error:
+    except (CheckpointError, ConfigError, InputError, MeshError, TopologyError) as error:
         raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(f"--save={options.save}: {error}") from error
     return "\n".join(_report(options, topology, mesh.size, chip, recipe, prompts, estimates))
 
 
-def _outline(root: Path, recipe: Recipe, sharding: jax.sharding.Sharding) -> StableDiffusion:
-    return family_of(root).outline(root, prompt_windows=recipe.prompt_windows, dtype=recipe.dtype, sharding=sharding)
+def _outline(root: Path, recipe: Recipe, on_host: Sequence[str], mesh: jax.sharding.Mesh) -> StableDiffusion:
+    place = meshes.of_weights(mesh, on_host)
+    return family_of(root).outline(root, prompt_windows=recipe.prompt_windows, dtype=recipe.dtype, place=place)
 
 
 def _one_picture(recipe: Recipe, sampler: SchedulerConfig) -> Prompts:
@@ -191,14 +193,15 @@ def _estimate(
         for name, data in executables.pack(compiled, key, about).items():
             storage.write_file(options.save, name, data)
     costs = Costs(compiled, chip)
-    image = (1 / batch) * _of_one_image([costs(trips) for trips in _TRIPS], demand)
+    # A chip has its rows to itself, or shares them with others along context.
+    image = (options.mesh.context / batch) * _of_one_image([costs(trips) for trips in _TRIPS], demand)
     floor = _floor(outline, chip, demand, request)
     return Estimate(batch, size, "", _memory(compiled, chip), image, floor, costs.unknown_calls)
 
 
 def _trace(outline: Outline, mesh: jax.sharding.Mesh, batch: int, request: ImageRequest) -> jax.stages.Traced:
-    model = outline(meshes.sharding(mesh))
-    inputs, _ = model.prepare([request] * (batch * mesh.size))
+    model = outline(mesh)
+    inputs, _ = model.prepare([request] * (batch * meshes.ways("batch", mesh)))
     return program.trace(nnx.split(model.networks), inputs, mesh, request.height, request.width)
 
 

@@ -57,7 +57,7 @@ def _pattern(action: argparse.Action) -> str:
         return "|".join(str(choice) for choice in action.choices)
     if action.dest in _ON_CLOUD_STORAGE:
         return "gs://.+"
-    return r"[0-9]+([.][0-9]+)?" if action.type and action.dest not in SETTINGS else ".+"
+    return r"[0-9]+([.][0-9]+)?" if action.type and action.dest not in (*SETTINGS, "mesh") else ".+"
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def _shared(recipe: Recipe, sampler: SchedulerConfig, *fields: tuple[str, Value]
     settings = _settings({**json.loads(recipe.settings), **own}, recipe)
     steps = _steps(own, recipe, settings)
     width = _side("width", setting("width"), recipe.size_multiple)
-    height = _side("height", setting("height"), recipe.size_multiple)
+    height = _side("height", setting("height"), max(recipe.size_multiple, recipe.height_multiple))
     try:
         tables_of(steps, settings, sampler)
     except ConfigError as error:

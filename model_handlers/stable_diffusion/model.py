@@ -32,7 +32,10 @@ from model_handlers.stable_diffusion.vae import AutoencoderKL, VAEConfig
 
 # A prompt each to its tokens: a `Tokenizer`, or what stands in for one.
 Tokenize = Callable[[Sequence[str]], list[Tokens]]
-NETWORKS = ("text_encoder", "text_encoder_2", "unet", "vae")
+# Where a weight goes, by its network and its shape.
+Place = Callable[[str, Sequence[int]], jax.sharding.Sharding]
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
+NETWORKS = (*TEXT_ENCODERS, "unet", "vae")
 
 
 class Inputs(NamedTuple):
@@ -162,6 +165,13 @@ class Configs(NamedTuple):
         return [name for name in NETWORKS if getattr(self, name) is not None]
 
 
+def gathered(networks: Networks) -> Networks:
+    """The networks with their weights whole on every chip, but for stacks, whose blocks are gathered one by one."""
+    definition, *parts = nnx.split(networks, nnx.PathContains("block", exact=True), ...)
+    stacks, others = map(mesh.fetched, parts)
+    return nnx.merge(definition, stacks, mesh.gathered(others))
+
+
 def embed_prompts(networks: Networks, ids: jax.Array, clip_skip: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Token ids (1 or 2, B, W, T) to the text (B, W * T, X) and, in XL, the pooled (B, P) of the second encoder.
 
@@ -268,10 +278,11 @@ def predict(
 
     # A row of SDXL's fills a TPU, and its feature maps fit into the memory beside the matrix units; those of several
     # rows at a time do not, and go back and forth.
-    unet = partial(mesh.row_by_row, networks.unet) if mesh.on_tpu() else networks.unet
+    by_turns = mesh.row_by_row if mesh.on_tpu() else lambda unet, *rows: unet(*rows)
 
     def evaluate(i, outputs):
-        output = unet(latents, timesteps, jax.tree.map(lambda of_both: of_both[i], conditioning))
+        unet = gathered(networks).unet
+        output = by_turns(unet, latents, timesteps, jax.tree.map(lambda of_both: of_both[i], conditioning))
         return outputs.at[i].set(output.astype(jnp.float32))
 
     with_prompt, without = jax.lax.fori_loop(0, num_passes, evaluate, jnp.zeros((2, *latents.shape)))
@@ -306,8 +317,9 @@ def generate(networks: Networks, inputs: Inputs, loop: Loop, *, height: int, wid
     scale = networks.vae.config.scale
     shape = (height // scale, width // scale, networks.vae.config.latent_channels)
     latents = initial_latents(inputs.seeds, inputs.init_noise_sigma, shape)
-    latents = denoise(networks, latents, condition(networks, inputs), inputs, loop)
-    images = decode(networks, latents)
+    latents = mesh.laid(latents, "batch", "height")
+    latents = denoise(networks, latents, condition(gathered(networks), inputs), inputs, loop)
+    images = decode(gathered(networks), mesh.laid(latents, "batch", "height"))
     finite = jnp.isfinite(images).all((1, 2, 3)) & jnp.isfinite(latents).all((1, 2, 3))
     return jnp.round(jnp.clip(images, 0, 1) * 255).astype(jnp.uint8), finite
 
@@ -336,6 +348,7 @@ class StableDiffusion:
             "StableDiffusionXLPipeline" if xl else "StableDiffusionPipeline",
             samplers.name_of(configs.scheduler),
             scale,
+            scale * 2 ** (len(configs.unet.block_out_channels) - 1),
             configs.unet.sample_size * scale,
             max_clip_skip=layers - 1 if xl else layers,
             sampler=configs.scheduler,
@@ -370,7 +383,7 @@ class StableDiffusion:
         scheduler_options: str = "{}",
         prompt_windows: int = 1,
         dtype: jax.typing.DTypeLike,
-        sharding: jax.sharding.Sharding | None = None,
+        place: Place | None = None,
         variant: str | None = None,
         adapters: Sequence[Adapter] = (),
     ) -> "StableDiffusion":
@@ -383,6 +396,7 @@ class StableDiffusion:
         changes = lora.changes(adapters, _lora_targets(configs, networks)) if adapters else {}
         for name in configs.networks:
             change = partial(lora.merge, changes, name)
+            sharding = partial(place, name) if place else None
             checkpoint.fill(getattr(networks, name), root / name, sharding=sharding, variant=variant, change=change)
         return cls(configs, networks, tokenizers)
 
@@ -393,7 +407,7 @@ class StableDiffusion:
         *,
         prompt_windows: int = 1,
         dtype: jax.typing.DTypeLike,
-        sharding: jax.sharding.Sharding | None = None,
+        place: Place,
     ) -> "StableDiffusion":
         """A model of a checkpoint's configs alone: its weights are shapes, and it reads every prompt as blank.
 
@@ -403,7 +417,11 @@ class StableDiffusion:
         configs = Configs.read(root)
         networks = nnx.eval_shape(lambda: Networks(configs, _one_key(), dtype=dtype, param_dtype=dtype))
         definition, weights = nnx.split(networks)
-        weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding), weights)
+
+        def placed(path, weight):
+            return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=place(path[0].key, weight.shape))
+
+        weights = jax.tree_util.tree_map_with_path(placed, weights)
         encoders = [encoder for encoder in (configs.text_encoder, configs.text_encoder_2) if encoder]
         blanks = [np.zeros((prompt_windows, encoder.max_position_embeddings), np.int32) for encoder in encoders]
         tokenizers = [partial(lambda ids, texts: [Tokens(ids, 2, False, 0)] * len(texts), ids) for ids in blanks]

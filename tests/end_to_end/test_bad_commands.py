@@ -64,6 +64,8 @@ def test_an_input_that_cannot_be_read_is_named(name, content, complaint, refused
         ("--num_inference_steps=2.5", "--num_inference_steps: '2.5' is not a whole number from 1 to 1000"),
         ("--seed=9223372036854775808", "--seed: '9223372036854775808' is not a whole number from 0 to"),
         ("--guidance_scale=nan", "--guidance_scale: 'nan' is not a number from 0 to 1000"),
+        ("--mesh=chips=2", "--mesh: 'chips=2' in 'chips=2' is not one of data, fsdp, context, once, with a whole"),
+        ("--mesh=data=2,fsdp=2", "--mesh=data=2,fsdp=2: the product must be the number of devices of a worker, 1"),
         ("--images_per_shard=6", "--images_per_shard must be a multiple of the batch of 4"),
         ("--dtype=float16", "--dtype: invalid choice: 'float16'"),
         ("--scheduler=DDIMScheduler2", "scheduler DDIMScheduler2 is not supported; --scheduler takes"),

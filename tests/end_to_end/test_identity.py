@@ -24,6 +24,14 @@ def test_the_number_of_devices_changes_no_picture(devices, arguments, jsonl, shu
     assert command.hashes(tmp_path / "out") == expected
 
 
+def test_weights_that_are_divided_or_wait_on_the_host_change_no_picture(arguments, jsonl, expected, tmp_path):
+    flags = ("--mesh=fsdp=2", "--offload_encoders")
+    finished = command.run_process(*arguments(jsonl(RECORDS), tmp_path / "out", *flags), devices=4)
+    assert finished.status == 0, finished.stderr
+    assert "batch 16 on 4 cpu device(s)" in finished.stderr
+    assert command.hashes(tmp_path / "out") == expected
+
+
 def test_other_neighbours_change_no_picture(generate, jsonl, expected, tmp_path):
     strangers = [{"id": f"s{number}", "prompt": "a cat", "num_inference_steps": 7} for number in range(9)]
     generate(jsonl(strangers[:5] + RECORDS[1::2] + strangers[5:]), tmp_path / "out")

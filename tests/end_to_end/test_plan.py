@@ -95,6 +95,7 @@ def test_the_help_names_every_flag():
             "--price_per_chip_hour: there are no estimates of time for a CPU",
         ),
         (["--topology=cpu", "--width=33"], "--width must be a multiple of 2, not 33"),
+        (["--topology=cpu", "--mesh=context=2"], "--mesh=context=2: the product must be the number of devices of a"),
         (["--topology=cpu", "--checkpoint=nowhere"], "nowhere: no such folder"),
         (["--topology=cpu", "--input=nowhere.txt"], "nowhere.txt: no such file"),
         (["--topology=cpu", "--guidance_interval=5,1"], "with these settings no picture can be made"),

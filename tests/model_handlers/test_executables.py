@@ -29,7 +29,7 @@ SIZE = (TINY.height, TINY.width)
 
 def lower(root, devices_mesh):
     """The program of REQUESTS' size, of a checkpoint of which only the configs are read."""
-    model = StableDiffusion.outline(root, dtype="float32", sharding=mesh.sharding(devices_mesh))
+    model = StableDiffusion.outline(root, dtype="float32", place=mesh.of_weights(devices_mesh))
     inputs, _ = model.prepare(REQUESTS[:1] * PER_DEVICE_BATCH_SIZE * devices_mesh.size)
     return program.trace(nnx.split(model.networks), inputs, devices_mesh, *SIZE).lower()
 

@@ -11,17 +11,19 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from model_handlers import executables, mesh, samplers, sampling
+from model_handlers import executables, mesh, samplers, sampling, tpu_attention
 from model_handlers import program as program_module
+from model_handlers.attention import attention
 from model_handlers.program import CompileError, Programs
 from model_handlers.recipe import ImageRequest, Settings
 from model_handlers.stable_diffusion import model as sdxl
@@ -73,21 +75,26 @@ REQUESTS = [
 ]
 
 
-def load(root, devices):
-    devices_mesh = mesh.make_mesh(devices)
-    sharding = mesh.sharding(devices_mesh)
-    model = StableDiffusion.load(root, scheduler="EulerDiscreteScheduler", dtype="float32", sharding=sharding)
+def load(root, devices, shape=mesh.ALL_ON_DATA, on_host=()):
+    devices_mesh = mesh.make_mesh(devices, shape)
+    place = mesh.of_weights(devices_mesh, on_host)
+    model = StableDiffusion.load(root, scheduler="EulerDiscreteScheduler", dtype="float32", place=place)
     return Programs(model, devices_mesh, PER_DEVICE_BATCH_SIZE)
 
 
-def draw(programs, slots):
-    """sha256 of the picture in each slot of one batch."""
+def pictures(programs, slots):
+    """The pixels of each slot of one batch."""
     size = slots[0].height, slots[0].width
     inputs, _ = programs.prepare(slots)
     programs.compile(*size, inputs)
     images, finite = programs(inputs, *size)
     assert np.asarray(finite).all()
-    return [hashlib.sha256(image.tobytes()).hexdigest() for image in np.asarray(images)]
+    return np.asarray(images)
+
+
+def draw(programs, slots):
+    """sha256 of the picture in each slot of one batch."""
+    return [hashlib.sha256(image.tobytes()).hexdigest() for image in pictures(programs, slots)]
 
 
 def draw_all(programs, requests):
@@ -182,7 +189,8 @@ def rows_evaluated(programs, requests):
     inputs, _ = programs.prepare(requests)
     latents = np.zeros((len(requests), 2, 2, 4), np.float32)
     conditioning = Conditioning(jnp.zeros((2, len(requests), 1)), [])
-    networks = SimpleNamespace(unet=unet)
+    networks = nnx.Module()
+    networks.unet = unet
     run = jax.jit(lambda inputs, loop: sdxl.denoise(networks, latents, conditioning, inputs, loop))
     run(inputs, sdxl.Loop.of(inputs)).block_until_ready()
     jax.effects_barrier()
@@ -274,6 +282,27 @@ def test_devices_say_nothing_to_each_other(many_devices):
     assert many_devices["collectives"] == []
 
 
+def test_a_picture_is_the_same_with_weights_that_are_divided_or_wait_on_the_host(many_devices, digests):
+    found = many_devices["divided"]
+    assert found["digests"] == digests
+    assert set(found["collectives"]) == {"all-gather"}  # of weights, and nothing of a picture
+    on_host, on_device = found["bytes"]
+    assert on_host > 0
+    assert on_device["mine"] == on_device["all"] / 2 > 0
+
+
+def test_a_picture_that_chips_share_is_the_same_but_for_its_last_bits(many_devices):
+    found = many_devices["shared"]
+    # Norms and attention are summed in the chips' parts; after rounding a pixel is the same, or beside it.
+    assert found["difference"] <= 1
+    assert "collective-permute" in found["collectives"]  # of the rows at the edges, for convolutions
+
+
+def test_the_kernel_gives_each_chip_its_own_queries_and_all_keys(many_devices):
+    # Sums of 32 terms of size 1, in another order.
+    assert many_devices["kernel"] < 2e-6
+
+
 @pytest.fixture
 def compilations():
     """A list that grows with everything that XLA compiles in this process."""
@@ -344,12 +373,59 @@ def main(root):
         found["unguided"][count] = draw_all(programs, UNGUIDED)
         for name, digests in found["stochastic"].items():
             digests.append(with_sampler(programs, REQUESTS, name))
+        if count == 1:
+            alone = pictures(programs, REQUESTS)
         if count == 2:
             found["loaded"] = draw_by_loaded(programs)
-        (compiled,) = programs.compiled.values()
-        names = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-        found["collectives"] += re.findall(rf"\b(?:{names})\b", compiled.as_text())
+        found["collectives"] += collectives(programs)
+    found |= {"divided": divided(root), "shared": shared(root, alone), "kernel": kernel_on_chips()}
     print(json.dumps(found))
+
+
+def collectives(programs):
+    (compiled,) = programs.compiled.values()
+    names = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    return re.findall(rf"\b(?:{names})\b", compiled.as_text())
+
+
+def divided(root):
+    """The weights divided in two, however small they are, and the text encoders on the host."""
+    shape = mesh.MeshShape(data=2, fsdp=2)
+    with mock.patch.object(mesh, "SMALL", 0):
+        programs = load(root, jax.devices()[:4], shape, sdxl.TEXT_ENCODERS)
+    weights = jax.tree.leaves(programs._networks[1])
+    on_host = [weight for weight in weights if weight.sharding.memory_kind == "pinned_host"]
+    in_two = [weight for weight in weights if not weight.sharding.is_fully_replicated]
+    return {
+        "digests": draw_all(programs, REQUESTS),
+        "collectives": collectives(programs),
+        "bytes": [
+            sum(weight.nbytes for weight in on_host),
+            {"all": sum(w.nbytes for w in in_two), "mine": sum(w.addressable_shards[0].data.nbytes for w in in_two)},
+        ],
+    }
+
+
+def shared(root, alone):
+    """The pixels of pictures that two chips make together, against those that one makes."""
+    programs = load(root, jax.devices()[:4], mesh.MeshShape(data=2, context=2))
+    found = pictures(programs, REQUESTS * 2)[: len(REQUESTS)]
+    return {
+        "difference": int(np.abs(found.astype(int) - alone).max()),
+        "collectives": collectives(programs),
+    }
+
+
+def kernel_on_chips():
+    """How far attention by the kernel for TPU, interpreted, on rows and queries that are divided is from plain."""
+    devices_mesh = mesh.make_mesh(jax.devices(), mesh.MeshShape(data=2, fsdp=2, context=2))
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((4, 32, 128), np.float32) for _ in range(3)]
+    kernel = partial(tpu_attention.attention, num_heads=2, interpret=True)
+    axes = ("batch", "queries"), ("batch",), ("batch",), ("batch",)
+    with jax.set_mesh(devices_mesh):
+        found = jax.jit(lambda *arrays: mesh.on_each_chip(kernel, *axes)(*arrays, None))(*arrays)
+    return float(np.abs(found - attention(*arrays, 2)).max())
 
 
 if __name__ == "__main__":

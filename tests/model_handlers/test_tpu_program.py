@@ -22,7 +22,7 @@ def compiled():
     """The program, traced and compiled, with the mesh that it is for; half a minute of one core."""
     devices_mesh = mesh.make_mesh(topologies.devices_of(TOPOLOGY))
     root = fetch.checkpoint_folder(fetch.EMBEDDED)
-    model = StableDiffusion.outline(root, dtype="bfloat16", sharding=mesh.sharding(devices_mesh))
+    model = StableDiffusion.outline(root, dtype="bfloat16", place=mesh.of_weights(devices_mesh))
     square = (SIDE, SIDE)
     request = ImageRequest("", 0, "", None, 0, SIDE, SIDE, 20, 5.0, square, (0, 0), square)
     inputs, _ = model.prepare([request] * BATCH * devices_mesh.size)

@@ -51,13 +51,15 @@ def test_a_shell_writes_the_record_of_this_picture_and_does_nothing_else(tmp_pat
 
 
 def test_the_flags_are_those_that_decide_pixels_and_bytes():
-    recipe = replace(RECIPE, prompt_windows=3, scheduler_options='{"algorithm_type": "sde", "use_karras_sigmas": true}')
+    recipe = replace(
+        RECIPE, prompt_windows=3, context=2, scheduler_options='{"algorithm_type": "sde", "use_karras_sigmas": true}'
+    )
     (made,) = rows("a fox", {}, recipe)
     words = shlex.split(
         again.command(made, recipe, OutputFormat("parquet", "webp", 80), ["--lora", "a b:0.5"]).split("\n")[1]
     )
     given = ["lora", "a b:0.5", "scheduler", "EulerDiscreteScheduler", "dtype", "float32"]
-    given += ["per_device_batch_size", "4", "long_prompts", "chunk", "prompt_windows", "3"]
+    given += ["per_device_batch_size", "4", "mesh", "context=2", "long_prompts", "chunk", "prompt_windows", "3"]
     given += ["image_format", "webp", "image_quality", "80"]
     assert words[6:-3] == [f"--{word}" if place % 2 == 0 else word for place, word in enumerate(given)]
     assert words[-3:] == ["--scheduler_options", 'algorithm_type="sde"', "use_karras_sigmas=true"]

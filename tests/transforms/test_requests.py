@@ -81,6 +81,15 @@ def test_sides_are_multiples_that_the_model_can_draw(name):
         assert f"{name} must be from 8 to {MAX_SIDE}" in reason(**{name: value})
 
 
+def test_chips_that_share_pictures_take_heights_that_they_can_share_and_make_other_pictures():
+    shared = dataclasses.replace(RECIPE, context=2, height_multiple=64)
+    (request,) = expand(record(height=128), shared, SAMPLER)
+    assert request.digest != one(height=128).digest
+    with pytest.raises(RecordError, match="height must be a multiple of 64, such as 448 or 512, not 504"):
+        expand(record(height=504), shared, SAMPLER)
+    assert expand(record(height=128, width=504), shared, SAMPLER)
+
+
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [
