@@ -316,6 +316,7 @@ def test_a_checkpoint_that_changed_under_the_run_stops_it(root):
 def test_a_tpu_job_without_a_tpu_stops_in_a_process_of_its_own(root):
     script = f"""
 from model_handlers.handler import DiffusionModelHandler, ModelSpec
+from model_handlers.mesh import MeshShape
 DiffusionModelHandler({spec_of(root, device="tpu")!r}).load_model()
 """
     run = subprocess.run(
