@@ -22,6 +22,9 @@ RULES = {
 }
 # Elements of a weight that is not worth a gather: norms and biases.
 SMALL = 2**16
+# Elements of the largest feature map at a time: in bfloat16 an eighth of a TPU's vector memory, so that what a layer
+# reads and writes stays there.
+ROOM = 2**23
 
 
 class MeshError(ValueError):
@@ -147,15 +150,23 @@ def on_each_chip(function: Callable, *logical_axes: Sequence[str]) -> Callable:
     return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)
 
 
-def row_by_row(function: Callable[..., jax.Array], *rows: Any) -> jax.Array:
-    """A function of arrays (B, ...) that treats each row by itself, on one row of every chip at a time."""
+def in_turns(function: Callable[..., jax.Array], size: int, *rows: Any) -> jax.Array:
+    """A function of arrays (B, ...) that treats each row by itself, on as many rows at a time as have room.
+
+    `size` is the number of elements of the largest array that the function makes of one row.
+    """
+    batch = len(jax.tree.leaves(rows)[0])
     chips = ways("batch")
+    at_once = max(n for n in range(1, batch // chips + 1) if n == 1 or (batch // chips % n == 0 and n * size <= ROOM))
+    if at_once * chips == batch:
+        return function(*rows)
 
     def by_turns(x: jax.Array) -> jax.Array:
-        return x.reshape(chips, -1, *x.shape[1:]).swapaxes(0, 1)
+        parted = x.reshape(chips, -1, at_once, *x.shape[1:]).swapaxes(0, 1)
+        return parted.reshape(-1, chips * at_once, *x.shape[1:])
 
     made = jax.lax.map(lambda turn: function(*turn), jax.tree.map(by_turns, rows))
-    return made.swapaxes(0, 1).reshape(-1, *made.shape[2:])
+    return made.reshape(-1, chips, at_once, *made.shape[2:]).swapaxes(0, 1).reshape(batch, *made.shape[2:])
 
 
 def _spec(*logical_axes: str | None) -> PartitionSpec:

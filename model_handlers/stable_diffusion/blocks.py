@@ -79,13 +79,13 @@ NarrowConv = partial(nnx.Conv, conv_general_dilated=narrow_convolution)
 def convolution(x: jax.Array, kernel: jax.Array, strides: Sequence[int], padding: Any, *args, **kwargs) -> jax.Array:
     """`jax.lax.conv_general_dilated`, on TPU by `convolution_by_lines` where that is faster; for `nnx.Conv`."""
     plain = kernel.shape[:2] == (3, 3) and padding == "SAME" and set(strides) == {1} and mesh.ways("height") == 1
-    if mesh.on_tpu() and plain and x.shape[1] * x.shape[2] * kernel.shape[-1] <= MAX_SUMS:
+    if mesh.on_tpu() and plain and x.size // x.shape[-1] * kernel.shape[-1] <= MAX_SUMS * mesh.ways("batch"):
         return convolution_by_lines(x, kernel)
     return jax.lax.conv_general_dilated(x, kernel, strides, padding, *args, **kwargs)
 
 
 Conv = partial(nnx.Conv, conv_general_dilated=convolution)
-MAX_SUMS = 2**23  # of one picture, in float32: 32 MB, a quarter of a TPU's vector memory
+MAX_SUMS = 2**23  # on a chip, in float32: 32 MB, a quarter of a TPU's vector memory
 
 
 def convolution_by_lines(x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -276,13 +276,11 @@ def predict(
     or not. `num_passes` is 1 if no row is, else 2.
     """
 
-    # A row of SDXL's fills a TPU, and its feature maps fit into the memory beside the matrix units; those of several
-    # rows at a time do not, and go back and forth.
-    by_turns = mesh.row_by_row if mesh.on_tpu() else lambda unet, *rows: unet(*rows)
-
     def evaluate(i, outputs):
         unet = gathered(networks).unet
-        output = by_turns(unet, latents, timesteps, jax.tree.map(lambda of_both: of_both[i], conditioning))
+        rows = latents, timesteps, jax.tree.map(lambda of_both: of_both[i], conditioning)
+        # One picture of SDXL's size fills a TPU, and the feature maps of several do not fit into its vector memory.
+        output = mesh.in_turns(unet, unet.map_size(latents), *rows) if mesh.on_tpu() else unet(*rows)
         return outputs.at[i].set(output.astype(jnp.float32))
 
     with_prompt, without = jax.lax.fori_loop(0, num_passes, evaluate, jnp.zeros((2, *latents.shape)))
@@ -307,8 +305,8 @@ def decode(networks: Networks, latents: jax.Array) -> jax.Array:
     latents = latents / config.scaling_factor
     if config.latents_mean is not None:
         latents = latents * jnp.array(config.latents_std) + jnp.array(config.latents_mean)
-    # One at a time: beside the UNet's batch there is no room for the feature maps of as many images.
-    images = mesh.row_by_row(networks.vae.decode, latents)
+    # Large ones one at a time: there is no memory for the feature maps of a batch.
+    images = mesh.in_turns(networks.vae.decode, networks.vae.map_size(latents), latents)
     return images.astype(jnp.float32) / 2 + 0.5
 
 

@@ -4,6 +4,7 @@ Source: Rombach et al. 2022, Podell et al. 2023 (SDXL); module names and config 
 Axes: B batch, h and w latents, C channels, T text tokens, X channels of the text, E of the time embedding.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -349,6 +350,10 @@ class UNet2DConditionModel(nnx.Module):
         """The stacks of transformer blocks, in the order in which they run."""
         blocks: list[Level | MidBlock] = [*self.down_blocks, self.mid_block, *self.up_blocks]
         return [stack for block in blocks for stack in block.attentions]
+
+    def map_size(self, latents: jax.Array) -> int:
+        """Elements of the largest feature map of a row."""
+        return math.prod(latents.shape[1:3]) * self.config.block_out_channels[0]
 
     def condition(
         self,

@@ -4,6 +4,7 @@ Source: Rombach et al. 2022; module names and config fields follow diffusers' Au
 Axes: B batch, H and W pixels, h and w latents (H / scale, W / scale), C channels, Z latent channels.
 """
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -196,6 +197,10 @@ class AutoencoderKL(nnx.Module):
             moments = self.quant_conv(moments)
         mean, log_variance = jnp.split(moments, 2, axis=-1)
         return mean, jnp.clip(log_variance, -30.0, 20.0)
+
+    def map_size(self, latents: jax.Array) -> int:
+        """Elements of a feature map of a row's picture, as large as the largest."""
+        return math.prod(latents.shape[1:3]) * self.config.scale**2 * self.config.block_out_channels[0]
 
     def decode(self, latents: jax.Array) -> jax.Array:
         """Latents (B, h, w, Z) to images (B, H, W, 3), about [-1, 1], not clipped."""

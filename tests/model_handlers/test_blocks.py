@@ -45,7 +45,17 @@ def test_attention_in_blocks_of_queries_is_attention(monkeypatch):
     np.testing.assert_allclose(attention(query, key, value, 2), whole, atol=1e-6)
 
 
-def test_rows_by_turns_are_the_rows():
+@pytest.mark.parametrize(("size", "turns"), [(1, [6]), (2, [3, 3]), (3, [2, 2, 2]), (100, [1] * 6)])
+def test_rows_by_turns_are_the_rows(size, turns, monkeypatch):
+    seen = []
+
+    def function(x, y):
+        jax.debug.callback(lambda: seen.append(len(x)), ordered=True)
+        return x * y["a"][:, None]
+
+    monkeypatch.setattr(mesh, "ROOM", 6)
     rows, others = jnp.arange(12.0).reshape(6, 2), {"a": jnp.arange(6)}
-    made = mesh.row_by_row(lambda x, y: x * y["a"][:, None], rows, others)
+    made = mesh.in_turns(function, size, rows, others)
+    jax.effects_barrier()
     np.testing.assert_array_equal(made, rows * others["a"][:, None])
+    assert seen == turns
