@@ -21,7 +21,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from model_handlers.attention import Stack
-from model_handlers.samplers import SchedulerConfig
+from model_handlers.sampling import Sampler
 from model_handlers.tensors import CheckpointError, Tensor, read_tensors, renamed
 
 # In the root of a checkpoint, instead of weights in its folders: all of them in the layout of the original releases.
@@ -51,7 +51,7 @@ class Description:
       coarsest: side in pixels of one position where the network's feature maps are smallest.
       side: width and height of the pictures that it was trained on, in pixels.
       max_clip_skip: as in the recipe.
-      sampler: the scheduler with its options.
+      sampler: the scheduler with its options, and that of the refiner, if there is one.
     """
 
     family: str
@@ -60,7 +60,7 @@ class Description:
     coarsest: int
     side: int
     max_clip_skip: int
-    sampler: SchedulerConfig
+    sampler: Sampler
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -51,6 +52,7 @@ class ModelSpec:
       mesh: how the chips share the work.
       offload_encoders: whether the text encoders stay in the host's memory, for as long as no prompt is read.
       adapters: LoRA files to merge into it.
+      refiner, refiner_identity: of the checkpoint that ends what this one begins, as `checkpoint` and `identity`.
       environment: variables that the device's driver reads when it starts, as pairs.
     """
 
@@ -70,6 +72,8 @@ class ModelSpec:
     executables: str | None = None
     mesh: MeshShape = ALL_ON_DATA
     offload_encoders: bool = False
+    refiner: str | None = None
+    refiner_identity: str = ""
 
 
 class LoadedModel:
@@ -156,12 +160,8 @@ def load_programs(spec: ModelSpec) -> Programs:
         raise RuntimeError(f"this worker has no usable {spec.device or 'device'} ({error})") from error
     if spec.device and devices[0].platform != spec.device:  # JAX had started before and does not look again
         raise RuntimeError(f"this worker has no usable {spec.device} (JAX runs on {devices[0].platform} already)")
-    root = fetch.checkpoint_folder(spec.checkpoint, spec.variant, spec.config)
-    if (found := checkpoint.identity(root, spec.variant)) != spec.identity:
-        raise checkpoint.CheckpointError(
-            f"{spec.checkpoint}: the files here have identity {found[:12]}, those of the recipe {spec.identity[:12]}; "
-            "the checkpoint changed under the run, or the worker sees another one"
-        )
+    root = _folder(spec.checkpoint, spec.variant, spec.config, spec.identity)
+    refiner = _folder(spec.refiner, spec.variant, None, spec.refiner_identity) if spec.refiner else None
     devices_mesh = mesh.make_mesh(devices, spec.mesh)
     model = family_of(root).load(
         root,
@@ -172,8 +172,19 @@ def load_programs(spec: ModelSpec) -> Programs:
         place=mesh.of_weights(devices_mesh, TEXT_ENCODERS if spec.offload_encoders else ()),
         variant=spec.variant,
         adapters=spec.adapters,
+        refiner=refiner,
     )
     return Programs(model, devices_mesh, spec.per_device_batch_size, spec.executables)
+
+
+def _folder(source: str, variant: str | None, config: str | None, identity: str) -> Path:
+    root = fetch.checkpoint_folder(source, variant, config)
+    if (found := checkpoint.identity(root, variant)) != identity:
+        raise checkpoint.CheckpointError(
+            f"{source}: the files here have identity {found[:12]}, those of the recipe {identity[:12]}; "
+            "the checkpoint changed under the run, or the worker sees another one"
+        )
+    return root
 
 
 def _generate(shard: Shard, model: LoadedModel) -> Iterator[ImageResult]:

@@ -44,18 +44,16 @@ def trace(
     def program(weights, inputs, loop):
         return generate(nnx.merge(definition, weights), inputs, loop, height=height, width=width)
 
-    by_row, on_all, rows = shardings(mesh)
+    rows, on_all = shardings(mesh)
     # What is not used is kept, so that an executable that was loaded can be called by the program's own arguments.
-    jitted = jax.jit(program, in_shardings=(None, by_row, on_all), out_shardings=(rows, rows), keep_unused=True)
+    jitted = jax.jit(program, in_shardings=(None, rows, on_all), out_shardings=(rows, rows), keep_unused=True)
     with jax.set_mesh(mesh):  # by which a network knows what it is traced for, see `mesh.on_tpu`
         return jitted.trace(weights, inputs, jax.eval_shape(Loop.of, inputs))
 
 
-def shardings(mesh: jax.sharding.Mesh) -> tuple[Inputs, jax.sharding.NamedSharding, jax.sharding.NamedSharding]:
-    """Where the program's inputs, the loop's data and the outputs lie."""
-    rows, rows_of_two = (meshes.sharding(mesh, *axes) for axes in (("batch",), (None, "batch")))
-    by_row = Inputs(*(rows_of_two if name in ("ids", "negative_ids") else rows for name in Inputs._fields))
-    return by_row, meshes.sharding(mesh), rows
+def shardings(mesh: jax.sharding.Mesh) -> tuple[jax.sharding.NamedSharding, jax.sharding.NamedSharding]:
+    """Where the program's inputs and outputs lie, and where the loop's data."""
+    return meshes.sharding(mesh, "batch"), meshes.sharding(mesh)
 
 
 def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str | bool] | None:
@@ -120,7 +118,7 @@ class Programs:
         """The program as it was compiled before, if it is where executables are looked for."""
         if not self._executables_folder:
             return None
-        by_row, on_all, rows = shardings(self._mesh)
+        rows, on_all = shardings(self._mesh)
         key = executables.key_of(lowered, self._mesh, compiler_options(self._mesh))
         out = [(info.shape, rows) for info in jax.tree.leaves(lowered.out_info)]
         try:
@@ -128,7 +126,7 @@ class Programs:
         except NoExecutableError as error:
             log.warning("the program is compiled, since no executable fits: %s", error)
             return None
-        return lambda weights, inputs, loop: call(weights, jax.device_put(inputs, by_row), jax.device_put(loop, on_all))
+        return lambda weights, inputs, loop: call(weights, jax.device_put(inputs, rows), jax.device_put(loop, on_all))
 
     def __call__(self, inputs: Inputs, height: int, width: int) -> tuple[jax.Array, jax.Array]:
         """Starts a batch and returns at once: uint8 images (B, H, W, 3) and finite flags (B,), not yet computed."""

@@ -39,6 +39,7 @@ class Recipe:
         the chips' parts; chips that share only the batch or the weights do not.
       height_multiple: height is a multiple of it too, so that every feature map can be shared.
       lora: the LoRA files merged into the checkpoint, in their order, as JSON: [[sha256, weight], ...].
+      refiner: of the checkpoint that ends what this one begins, as `checkpoint`; "" for none.
       prompt_windows: how many times the text encoders' length a prompt may have; with 1 it is cut as by the reference.
       max_clip_skip: how many layers of its text encoders can be left out beyond the usual one.
       seed: seed of the run, from which the seeds of records that have none are derived.
@@ -67,12 +68,13 @@ class Recipe:
     context: int = 1
     height_multiple: int = 1
     settings: str = "{}"
+    refiner: str = ""
 
     def of_model(self) -> dict[str, str | int]:
         """The part that decides pixels for every record alike; a record's own fields decide the rest."""
         names = ("checkpoint", "family", "scheduler", "scheduler_options", "dtype", "per_device_batch_size")
         # Only where they are set, so that what is new here changes no digest of a picture without it.
-        new = ("lora", "prompt_windows", "context")
+        new = ("lora", "prompt_windows", "context", "refiner")
         later = [name for name in new if getattr(self, name) != getattr(Recipe, name)]
         return {name: getattr(self, name) for name in (*names, *later)}
 
@@ -93,6 +95,8 @@ class Settings:
         prompt, in the order of ImageRequest's; without sizes it is the prompt's.
       eta: share of fresh noise, of the samplers that have it as a free choice.
       timesteps, sigmas: a schedule of the picture's own, see `samplers.Steps`.
+      denoising_end: share of the training timesteps after which the refiner, if there is one, takes over.
+      aesthetic_score, negative_aesthetic_score: what the refiner is told of pictures, for either prompt.
     """
 
     prompt_2: str = ""
@@ -106,6 +110,9 @@ class Settings:
     eta: float = 0.0
     timesteps: tuple[float, ...] = ()
     sigmas: tuple[float, ...] = ()
+    denoising_end: float = 0.8
+    aesthetic_score: float = 6.0
+    negative_aesthetic_score: float = 2.5
 
     @cached_property
     def chosen(self) -> dict[str, Any]:

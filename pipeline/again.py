@@ -53,7 +53,8 @@ def command(
 
 def model_flags_of(options: GenerateOptions) -> list[str]:
     """The flags by which a run was told its weights, as they were given."""
-    given = {"checkpoint": options.checkpoint, "variant": options.variant, "config": options.config}
+    names = ("checkpoint", "variant", "config", "refiner")
+    given = {name: getattr(options, name) for name in names}
     words = [word for name, value in given.items() if value and value != EMBEDDED for word in (f"--{name}", value)]
     if options.lora:
         words += ["--lora", *(f"{source}:{weight}" for source, weight in options.lora)]

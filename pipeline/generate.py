@@ -7,7 +7,7 @@ import apache_beam as beam
 from apache_beam.ml.inference.base import ModelHandler, PredictionResult, RunInference
 
 from model_handlers.recipe import Recipe, Shard
-from model_handlers.samplers import SchedulerConfig
+from model_handlers.sampling import Sampler
 from transforms.counts import WriteCounts
 from transforms.formats import FOLDER_OF_PNG, OutputFormat
 from transforms.leftovers import clear_leftovers
@@ -25,7 +25,7 @@ def build(
     patterns: Sequence[str],
     output: str,
     recipe: Recipe,
-    sampler: SchedulerConfig,
+    sampler: Sampler,
     model_handler: ModelHandler[Shard, PredictionResult, Any],
     batch_size: int,
     images_per_shard: int,

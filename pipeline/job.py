@@ -22,7 +22,7 @@ from model_handlers.handler import DiffusionModelHandler, ModelSpec
 from model_handlers.lora import Adapter
 from model_handlers.mesh import MeshError
 from model_handlers.recipe import Recipe, Settings
-from model_handlers.samplers import SchedulerConfig
+from model_handlers.sampling import Sampler
 from pipeline import report, unchanged
 from pipeline.again import model_flags_of
 from pipeline.dataflow import is_template, settle_workers
@@ -40,7 +40,7 @@ from transforms.counts import AccountingError, Counts, read_counts
 from transforms.formats import OutputFormat
 from transforms.read import InputError
 from transforms.records import PromptRecord, RecordError
-from transforms.requests import expand
+from transforms.requests import OF_REFINER, expand
 
 IMAGES_PER_SHARD = 64  # about 200 MB of pixels at 1024 x 1024, and some tens of seconds of work to lose
 GO_ON = "the same command goes on from the last finished shard"
@@ -139,12 +139,13 @@ def _failing_in_one_line() -> Iterator[None]:
         raise JobError(f"{_cause(error)}; {GO_ON}") from error
 
 
-def _resolve_model(options: GenerateOptions, worker: Worker) -> tuple[ModelSpec, Recipe, SchedulerConfig]:
+def _resolve_model(options: GenerateOptions, worker: Worker) -> tuple[ModelSpec, Recipe, Sampler]:
     """Reads everything of the checkpoint but its weights, whose names it checks, and settles the recipe."""
     root = fetch.checkpoint_folder(options.checkpoint, options.variant, options.config)
     sampling = settle_sampling(options)
+    refiner = fetch.checkpoint_folder(options.refiner, options.variant) if options.refiner else None
     adapters = tuple(Adapter.find(source, weight, options.allow_partial_lora) for source, weight in options.lora)
-    family_of(root).check(root, options.variant, sampling.scheduler, sampling.scheduler_options, adapters)
+    family_of(root).check(root, options.variant, sampling.scheduler, sampling.scheduler_options, adapters, refiner)
     recipe, sampler = settle_recipe(
         options,
         root,
@@ -152,6 +153,8 @@ def _resolve_model(options: GenerateOptions, worker: Worker) -> tuple[ModelSpec,
         device=worker.device or jax.default_backend(),
         per_device_batch_size=options.per_device_batch_size,
         lora=json.dumps([[adapter.sha256, adapter.weight] for adapter in adapters]),
+        refiner=refiner,
+        refiner_identity=checkpoint.identity(refiner, options.variant) if refiner else "",
     )
     spec = ModelSpec(
         checkpoint=options.checkpoint,
@@ -170,17 +173,28 @@ def _resolve_model(options: GenerateOptions, worker: Worker) -> tuple[ModelSpec,
         executables=options.executables,
         mesh=options.mesh,
         offload_encoders=options.offload_encoders,
+        refiner=options.refiner,
+        refiner_identity=recipe.refiner,
     )
     return spec, recipe, sampler
 
 
 def settle_recipe(
-    options: ModelOptions, root: Path, *, checkpoint: str, device: str, per_device_batch_size: int, lora: str = "[]"
-) -> tuple[Recipe, SchedulerConfig]:
+    options: ModelOptions,
+    root: Path,
+    *,
+    checkpoint: str,
+    device: str,
+    per_device_batch_size: int,
+    lora: str = "[]",
+    refiner: Path | None = None,
+    refiner_identity: str = "",
+) -> tuple[Recipe, Sampler]:
     """The recipe of the flags and of a checkpoint folder's configs, and its sampler.
 
     Args:
       checkpoint, per_device_batch_size, lora: as in the recipe.
+      refiner, refiner_identity: the refiner's folder, and what the recipe calls it.
       device: which decides what --dtype=auto is.
 
     Raises:
@@ -188,7 +202,7 @@ def settle_recipe(
       CheckpointError, ConfigError: the checkpoint is not supported.
     """
     sampling = settle_sampling(options)
-    description = family_of(root).describe(root, sampling.scheduler, sampling.scheduler_options)
+    description = family_of(root).describe(root, sampling.scheduler, sampling.scheduler_options, refiner)
     width, height = options.width or description.side, options.height or description.side
     context = options.mesh.context
     height_multiple = description.coarsest * context if context > 1 else description.size_multiple
@@ -219,6 +233,7 @@ def settle_recipe(
         context=context,
         height_multiple=height_multiple,
         settings=_settings(options),
+        refiner=refiner_identity,
     )
     _check_defaults(options, recipe, description.sampler)
     return recipe, description.sampler
@@ -233,12 +248,16 @@ def _prompt_windows(options: ModelOptions) -> int:
 
 
 def _settings(options: ModelOptions) -> str:
-    given = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(Settings)}
-    settings = Settings.of({name: value for name, value in given.items() if value is not None})
+    if not getattr(options, "refiner", None) and (
+        given := [name for name in OF_REFINER if getattr(options, name) is not None]
+    ):
+        raise UsageError(f"--{given[0]} needs --refiner")
+    values = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(Settings)}
+    settings = Settings.of({name: value for name, value in values.items() if value is not None})
     return json.dumps(settings.chosen, sort_keys=True)
 
 
-def _check_defaults(options: ModelOptions, recipe: Recipe, sampler: SchedulerConfig) -> None:
+def _check_defaults(options: ModelOptions, recipe: Recipe, sampler: Sampler) -> None:
     """What the run asks for on behalf of records that set nothing must be possible; UsageError if it is not."""
     record = PromptRecord("", 1, "", "")
     if options.num_inference_steps is not None:

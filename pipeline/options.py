@@ -32,6 +32,9 @@ SETTINGS = {
     "eta": ("ETA", "share of fresh noise, 0 to 1, with DDIM and TCD (default 0)"),
     "timesteps": ("T,T,...", "a schedule instead of --num_inference_steps, such as 999,749,499,249"),
     "sigmas": ("S,S,...", "likewise, with the level at which sampling ends as the last one"),
+    "denoising_end": ("F", "share of the training timesteps that come before the refiner's, 0 to 1 (default 0.8)"),
+    "aesthetic_score": ("SCORE", "that the refiner is told, 0 to 10 (default 6)"),
+    "negative_aesthetic_score": ("SCORE", "likewise for the negative prompt (default 2.5)"),
 }
 EXIT_STATUS = """
 exit status:
@@ -84,6 +87,9 @@ class ModelOptions:
     eta: float | None
     timesteps: tuple[float, ...] | None
     sigmas: tuple[float, ...] | None
+    denoising_end: float | None
+    aesthetic_score: float | None
+    negative_aesthetic_score: float | None
     verbose: bool
 
 
@@ -100,6 +106,7 @@ class GenerateOptions(ModelOptions):
     image_quality: int | None
     on_recipe_change: str
     variant: str | None
+    refiner: str | None
     lora: Sequence[tuple[str, float]]
     allow_partial_lora: bool
     device: str | None
@@ -157,6 +164,11 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     _add_model_flags(model)
     model.add_argument("--variant", metavar="NAME", help="of the weight files, such as fp16")
+    model.add_argument(
+        "--refiner",
+        metavar="DIR",
+        help="of SDXL: folder or hub id of a checkpoint that ends, from --denoising_end on, what the other one begins",
+    )
     model.add_argument(
         "--lora",
         nargs="+",

@@ -25,7 +25,6 @@ from model_handlers.costs import Costs, Work, matmul_flops
 from model_handlers.families import family_of
 from model_handlers.mesh import MeshError
 from model_handlers.recipe import ImageRequest, Recipe
-from model_handlers.samplers import SchedulerConfig
 from model_handlers.stable_diffusion.model import TEXT_ENCODERS, StableDiffusion
 from model_handlers.topologies import Chip, TopologyError, chip_of, devices_of
 from pipeline.job import settle_recipe
@@ -124,13 +123,13 @@ def _outline(root: Path, recipe: Recipe, on_host: Sequence[str], mesh: jax.shard
     return family_of(root).outline(root, prompt_windows=recipe.prompt_windows, dtype=recipe.dtype, place=place)
 
 
-def _one_picture(recipe: Recipe, sampler: SchedulerConfig) -> Prompts:
+def _one_picture(recipe: Recipe, sampler: sampling.Sampler) -> Prompts:
     request = expand(PromptRecord("", 1, "", ""), recipe, sampler)[0]
     size = request.height, request.width
     return Prompts({size: _demand(request, sampler)}, {size: request})
 
 
-def _read(options: PlanOptions, recipe: Recipe, sampler: SchedulerConfig) -> Prompts:
+def _read(options: PlanOptions, recipe: Recipe, sampler: sampling.Sampler) -> Prompts:
     """Reads the input as `generate` does, and adds up what it asks for."""
     demands: dict[Size, Demand] = {}
     examples: dict[Size, ImageRequest] = {}
@@ -156,7 +155,7 @@ def _read(options: PlanOptions, recipe: Recipe, sampler: SchedulerConfig) -> Pro
     return Prompts(demands, examples, rejected, duplicates)
 
 
-def _demand(request: ImageRequest, sampler: SchedulerConfig) -> Demand:
+def _demand(request: ImageRequest, sampler: sampling.Sampler) -> Demand:
     steps = _steps(request.num_inference_steps, request.settings, sampler)
     start, stop = sampling.guided(request, sampler)
     return Demand(1, steps, steps + max(0, min(stop, steps) - start))
@@ -164,7 +163,7 @@ def _demand(request: ImageRequest, sampler: SchedulerConfig) -> Demand:
 
 @functools.lru_cache(maxsize=1024)
 def _steps(num_inference_steps, settings, sampler):
-    return len(sampling.tables_of(num_inference_steps, settings, sampler))
+    return sum(map(len, sampling.tables_of(num_inference_steps, settings, sampler)))
 
 
 def _estimate(

@@ -45,6 +45,12 @@ PARTS = {
     "tokenizer": ["transformers", "CLIPTokenizer"],
     "tokenizer_2": ["transformers", "CLIPTokenizer"],
 }
+OF_REFINER = {
+    "_class_name": "StableDiffusionXLImg2ImgPipeline",
+    "requires_aesthetics_score": True,
+    "text_encoder": [None, None],
+    "tokenizer": [None, None],
+}
 
 
 def write(case: Case, root: Path) -> Path:
@@ -58,7 +64,8 @@ def write_outline(case: Case, root: Path) -> dict[Path, dict[str, tuple[int, ...
     """Writes all but the weights, and gives the names and shapes, in torch's layout, of those in each file."""
     write_tokenizers(root, VOCABULARY)
     configs = {name: config for name in NETWORKS if (config := getattr(case, name)) is not None}
-    write_configs(root, configs, case.scheduler, case.force_zeros_for_empty_prompt)
+    scheduler = {"_class_name": case.sampler, **case.scheduler}
+    write_configs(root, configs, scheduler, case.force_zeros_for_empty_prompt)
     networks = abstract_networks(root)
     files = {}
     for name in configs:
@@ -77,6 +84,7 @@ def write_configs(root: Path, configs: dict[str, Settings], scheduler: Settings,
             "force_zeros_for_empty_prompt": force_zeros,
             "feature_extractor": [None, None],
             **{name: value for name, value in PARTS.items() if xl or not name.endswith("_2")},
+            **(OF_REFINER if "text_encoder" not in configs else {}),
         },
     )
     _write_json(root / "scheduler/scheduler_config.json", {"_class_name": "EulerDiscreteScheduler", **scheduler})

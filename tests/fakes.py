@@ -27,7 +27,7 @@ RECIPE = Recipe(
     height=8,
     max_clip_skip=2,
 )
-SAMPLER = EulerDiscreteConfig()
+SAMPLER = (EulerDiscreteConfig(),)
 
 
 def painted(digest: str, height: int, width: int) -> np.ndarray:

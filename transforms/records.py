@@ -242,4 +242,7 @@ FIELDS: dict[str, Callable[[str, object], Value]] = {
     "eta": _number,
     "timesteps": _numbers,
     "sigmas": _numbers,
+    "denoising_end": _number,
+    "aesthetic_score": _number,
+    "negative_aesthetic_score": _number,
 }

@@ -11,8 +11,7 @@ from apache_beam.utils.windowed_value import WindowedValue
 
 from model_handlers.config import ConfigError
 from model_handlers.recipe import MAX_SEED, MAX_SIDE, MAX_STEPS, ImageRequest, Recipe, Settings, derived_seed, digest
-from model_handlers.samplers import SchedulerConfig
-from model_handlers.sampling import tables_of
+from model_handlers.sampling import Sampler, tables_of
 from transforms.records import PromptRecord, RecordError, Reject, Value
 
 MAX_IMAGES_PER_PROMPT = 10_000
@@ -21,6 +20,7 @@ MAX_GUIDANCE = 1000.0
 MAX_SIGMA = 10_000.0
 # What other families would pass over without a word.
 SIZES = ("original_size", "crops_coords_top_left", "target_size")
+OF_REFINER = ("denoising_end", "aesthetic_score", "negative_aesthetic_score")
 XL_ONLY = {*SIZES, *(f"negative_{name}" for name in SIZES), "prompt_2", "negative_prompt_2"}
 
 
@@ -30,7 +30,7 @@ class ExpandRequests(beam.PTransform):
     A record gives all of its images or none: half a record could not be mended and fed in again.
     """
 
-    def __init__(self, recipe: Recipe, sampler: SchedulerConfig):
+    def __init__(self, recipe: Recipe, sampler: Sampler):
         super().__init__()
         self._recipe = recipe
         self._sampler = sampler
@@ -41,7 +41,7 @@ class ExpandRequests(beam.PTransform):
 
 
 class _Expand(beam.DoFn):
-    def __init__(self, recipe: Recipe, sampler: SchedulerConfig):
+    def __init__(self, recipe: Recipe, sampler: Sampler):
         self._recipe = recipe
         self._sampler = sampler
 
@@ -66,7 +66,7 @@ class _Expand(beam.DoFn):
             yield beam.pvalue.TaggedOutput("fates", value)
 
 
-def expand(record: PromptRecord, recipe: Recipe, sampler: SchedulerConfig) -> list[ImageRequest]:
+def expand(record: PromptRecord, recipe: Recipe, sampler: Sampler) -> list[ImageRequest]:
     """The requests of one record, image 0 first; settings that the record leaves open are the recipe's.
 
     Image i of a record with a seed has seed + i, so that each can be made again alone by its own seed; without one, the
@@ -77,6 +77,8 @@ def expand(record: PromptRecord, recipe: Recipe, sampler: SchedulerConfig) -> li
     """
     if recipe.family != "StableDiffusionXLPipeline" and (foreign := sorted(XL_ONLY & record.fields.keys())):
         raise RecordError(f"{foreign[0]} is a setting of SDXL, which {recipe.family} does not have")
+    if not recipe.refiner and (foreign := [name for name in OF_REFINER if name in record.fields]):
+        raise RecordError(f"{foreign[0]} is a setting of the refiner, and the run has none (--refiner)")
     count, shared = _shared(recipe, sampler, *[field for field in record.fields.items() if field[0] not in _OWN])
     first = cast(int | None, record.fields.get("seed"))
     if first is not None:
@@ -109,7 +111,7 @@ _OWN = ("negative_prompt", "prompt_2", "negative_prompt_2", "seed")
 
 
 @lru_cache(maxsize=1024)
-def _shared(recipe: Recipe, sampler: SchedulerConfig, *fields: tuple[str, Value]) -> tuple[int, dict[str, Any]]:
+def _shared(recipe: Recipe, sampler: Sampler, *fields: tuple[str, Value]) -> tuple[int, dict[str, Any]]:
     """The number of images of a record, and what is the same in all requests of all records that set these fields."""
     own = dict(fields)
 
@@ -143,6 +145,10 @@ def _settings(values: dict[str, Any], recipe: Recipe) -> Settings:
     _within("clip_skip", settings.clip_skip, 0, recipe.max_clip_skip)
     for name in ("guidance_rescale", "eta"):
         _within(name, getattr(settings, name), 0.0, 1.0)
+    if not 0 < settings.denoising_end < 1:
+        raise RecordError(f"denoising_end must be above 0 and below 1, not {settings.denoising_end:g}")
+    for name in ("aesthetic_score", "negative_aesthetic_score"):
+        _within(name, getattr(settings, name), 0.0, 10.0)
     low, high = settings.guidance_interval or (0.0, MAX_SIGMA)
     if not 0 <= low < high <= MAX_SIGMA:
         raise RecordError(f"guidance_interval must rise, between 0 and {MAX_SIGMA:g}, and not be {low:g} to {high:g}")

@@ -16,8 +16,7 @@ from functools import partial
 import apache_beam as beam
 
 from model_handlers.recipe import ImageRequest, Shard
-from model_handlers.samplers import SchedulerConfig
-from model_handlers.sampling import guided
+from model_handlers.sampling import Sampler, guided
 from transforms.coders import PackByBucket, unpack
 
 _BUCKETS = 1024
@@ -32,7 +31,7 @@ class GroupIntoShards(beam.PTransform):
     compiled program over all chips.
     """
 
-    def __init__(self, batch_size: int, images_per_shard: int, sampler: SchedulerConfig):
+    def __init__(self, batch_size: int, images_per_shard: int, sampler: Sampler):
         super().__init__()
         if batch_size < 1 or images_per_shard < 1 or images_per_shard % batch_size:
             raise ValueError(f"images_per_shard ({images_per_shard}) must be a multiple of the batch of {batch_size}")
@@ -67,11 +66,11 @@ class GroupIntoShards(beam.PTransform):
         )
 
 
-def _kind(request: ImageRequest, sampler: SchedulerConfig) -> Kind:
+def _kind(request: ImageRequest, sampler: Sampler) -> Kind:
     return request.width, request.height, *guided(request, sampler)
 
 
-def _by_kind(request: ImageRequest, sampler: SchedulerConfig) -> tuple[Kind, ImageRequest]:
+def _by_kind(request: ImageRequest, sampler: Sampler) -> tuple[Kind, ImageRequest]:
     return _kind(request, sampler), request
 
 
@@ -79,7 +78,7 @@ def _cut_kinds(group: tuple[Kind, Iterable[ImageRequest]], length: int) -> Itera
     return _cut(group[1], length)
 
 
-def _bucket(request: ImageRequest, sampler: SchedulerConfig) -> tuple[Kind, int]:
+def _bucket(request: ImageRequest, sampler: Sampler) -> tuple[Kind, int]:
     # A key is a hash already, so its first digits are spread evenly.
     return _kind(request, sampler), int(request.key[:8], 16) % _BUCKETS
 

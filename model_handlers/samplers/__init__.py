@@ -1,14 +1,14 @@
 """Samplers, by the names that diffusers gives them: each a config and a function from it to tables."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from model_handlers.config import ConfigError
-from model_handlers.samplers.ddim import DDIMConfig, LCMConfig, TCDConfig, ddim, lcm, tcd
+from model_handlers.samplers.ddim import DDIMConfig, LCMConfig, PNDMConfig, TCDConfig, ddim, lcm, pndm, tcd
 from model_handlers.samplers.karras import (
     EulerAncestralDiscreteConfig,
     EulerDiscreteConfig,
@@ -34,6 +34,8 @@ __all__ = [
     "name_of",
     "read",
     "tables",
+    "tables_from",
+    "tables_until",
 ]
 
 
@@ -53,6 +55,7 @@ SAMPLERS = {
     "EulerDiscreteScheduler": Sampler(EulerDiscreteConfig, euler, ("timesteps", "sigmas")),
     "HeunDiscreteScheduler": Sampler(HeunDiscreteConfig, heun, ("timesteps",)),
     "LCMScheduler": Sampler(LCMConfig, lcm, ("timesteps",)),
+    "PNDMScheduler": Sampler(PNDMConfig, pndm),
     "TCDScheduler": Sampler(TCDConfig, tcd, ("timesteps", "eta")),
     "UniPCMultistepScheduler": Sampler(UniPCMultistepConfig, unipc),
 }
@@ -89,10 +92,10 @@ def tables(config: SchedulerConfig, steps: Steps) -> Tables:
     """The tables of the sampler that the config is of; raises ConfigError for steps that it has none for."""
     name = name_of(config)
     takes = SAMPLERS[name].takes
-    for field in fields(Steps)[1:]:
-        if getattr(steps, field.name) and field.name not in takes:
-            takers = [other for other in SAMPLERS if field.name in SAMPLERS[other].takes]
-            raise ConfigError(f"{name} does not take {field.name}, only {', '.join(takers)}")
+    for field in ("timesteps", "sigmas", "eta"):
+        if getattr(steps, field) and field not in takes:
+            takers = [other for other in SAMPLERS if field in SAMPLERS[other].takes]
+            raise ConfigError(f"{name} does not take {field}, only {', '.join(takers)}")
     with np.errstate(all="ignore"):  # what is not finite is refused by name
         made = SAMPLERS[name].make_tables(config, steps)
     if len(made) > MAX_EVALUATIONS:
@@ -100,4 +103,24 @@ def tables(config: SchedulerConfig, steps: Steps) -> Tables:
             f"num_inference_steps={steps.num_inference_steps} takes {len(made)} evaluations of the network with "
             f"{name}, more than {MAX_EVALUATIONS}"
         )
-    return made
+    return made[steps.start :]
+
+
+def tables_until(config: SchedulerConfig, steps: Steps, denoising_end: float) -> Tables:
+    """The tables of the evaluations before a share of the training timesteps is done, counted as by the reference."""
+    made = tables(config, steps)
+    return made[: len(made) - _left(config, made, denoising_end)]
+
+
+def tables_from(config: SchedulerConfig, steps: Steps, denoising_start: float) -> Tables:
+    """The tables of the evaluations after that share; the sampler begins there and remembers nothing."""
+    made = tables(config, steps)
+    left = _left(config, made, denoising_start)
+    if isinstance(config, HeunDiscreteConfig) and left % 2 == 0:  # its steps are of two evaluations, but for the last
+        left += 1
+    return tables(config, replace(steps, start=len(made) - left))
+
+
+def _left(config: SchedulerConfig, made: Tables, done: float) -> int:
+    known = config.num_train_timesteps
+    return int((made.timesteps.astype(np.float32) < round(known - done * known)).sum())

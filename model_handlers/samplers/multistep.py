@@ -78,7 +78,7 @@ def dpm_solver(config: DPMSolverMultistepConfig, steps: Steps) -> Tables:
     updates = []
     for i in range(len(timesteps)):
         left = len(timesteps) - i
-        order = min(config.solver_order, i + 1)
+        order = min(config.solver_order, max(i + 1 - steps.start, 1))
         if left == 1 and (few or config.euler_at_final or config.final_sigmas_type == "zero"):
             order = 1
         elif left == 2 and few:
@@ -127,10 +127,10 @@ def unipc(config: UniPCMultistepConfig, steps: Steps) -> Tables:
         picture, noise = predicted_at(config, sigmas[i])
         newest = picture if config.predict_x0 else noise
         x = X
-        if i > 0 and i - 1 not in config.disable_corrector:
+        if i > steps.start and i - 1 not in config.disable_corrector:
             x = X + correction(config, sigmas[: i + 1][-order - 1 :], newest, MEMORY[:order])
         left = len(timesteps) - i if config.lower_order_final else config.solver_order
-        order = min(config.solver_order, i + 1, left)
+        order = min(config.solver_order, max(i + 1 - steps.start, 1), left)
         m = [newest, *MEMORY[:2]]
         updates.append([prediction(config, sigmas[: i + 2][-order - 1 :], x, m[:order]), *m])
     return make_tables(timesteps, sigmas[:-1], updates)

@@ -26,12 +26,14 @@ class Steps:
       timesteps: custom ones, falling; () for those of the config's spacing.
       sigmas: custom ones, falling to the last, which is where sampling ends; () for those of the timesteps.
       eta: share of fresh noise, of the samplers that have it as a free choice.
+      start: the evaluation to begin with, remembering nothing, after another model has made those before.
     """
 
     num_inference_steps: int
     timesteps: tuple[float, ...] = ()
     sigmas: tuple[float, ...] = ()
     eta: float = 0.0
+    start: int = 0
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,11 @@ class Tables:
     def __len__(self) -> int:
         return len(self.timesteps)
 
+    def __getitem__(self, part: slice) -> Tables:
+        """Some of the evaluations."""
+        arrays = self.timesteps[part], self.sigmas[part], self.input_scale[part], self.updates[part]
+        return Tables(*arrays, self.init_noise_sigma)
+
 
 def make_tables(
     timesteps: np.ndarray,

@@ -16,9 +16,15 @@ CASES = {case.name: case for case in cases.CASES if case.name in cases.GOLDEN}
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
     """Our outputs by name of case; the checkpoints are written here, from weights that their names give."""
-    return functools.cache(
-        lambda name: ours.outputs(checkpoints.write(CASES[name], tmp_path_factory.mktemp(name)), CASES[name])
-    )
+
+    @functools.cache
+    def outputs_of(name):
+        case = CASES[name]
+        root = checkpoints.write(case, tmp_path_factory.mktemp(name))
+        refiner = checkpoints.write(case.refiner, tmp_path_factory.mktemp("refiner")) if case.refiner else None
+        return ours.outputs(root, case, refiner=refiner)
+
+    return outputs_of
 
 
 @pytest.mark.parametrize(("name", "what"), [(name, what) for name in CASES for what in ours.compared(CASES[name])])

@@ -29,7 +29,9 @@ from model_handlers.recipe import ImageRequest, Settings
 from model_handlers.stable_diffusion import model as sdxl
 from model_handlers.stable_diffusion.model import StableDiffusion
 from model_handlers.stable_diffusion.unet import Conditioning
+from tests import checkpoints
 from tests.checkpoints import TINY
+from tests.parity import cases
 
 # With fewer rows, convolutions this small come into a range in which XLA on CPU parts their sums among threads, of
 # which more virtual devices have more.
@@ -75,10 +77,11 @@ REQUESTS = [
 ]
 
 
-def load(root, devices, shape=mesh.ALL_ON_DATA, on_host=()):
+def load(root, devices, shape=mesh.ALL_ON_DATA, on_host=(), refiner=None):
     devices_mesh = mesh.make_mesh(devices, shape)
     place = mesh.of_weights(devices_mesh, on_host)
-    model = StableDiffusion.load(root, scheduler="EulerDiscreteScheduler", dtype="float32", place=place)
+    scheduler = "EulerDiscreteScheduler"
+    model = StableDiffusion.load(root, scheduler=scheduler, dtype="float32", place=place, refiner=refiner)
     return Programs(model, devices_mesh, PER_DEVICE_BATCH_SIZE)
 
 
@@ -198,12 +201,51 @@ def rows_evaluated(programs, requests):
 
 
 def test_without_guidance_there_is_one_pass_and_with_an_interval_a_second_one_inside(programs):
-    sampler = programs._model.configs.scheduler
-    sigmas = sampling.tables_of(5, Settings(), sampler).sigmas
+    sampler = programs._model.sampler
+    sigmas = sampling.tables_of(5, Settings(), sampler)[0].sigmas
     assert ((sigmas > 1) & (sigmas <= 5)).tolist() == [False, True, True, False, False]
     assert rows_evaluated(programs, [ask(5, steps=5)] * 3) == [3] * 10
     assert rows_evaluated(programs, [ask(5, steps=5, guidance_scale=1.0)] * 3) == [3] * 5
     assert rows_evaluated(programs, PARTLY_GUIDED[:1] * 3) == [3] * 7
+
+
+REFINED = [
+    ask(5, steps=5),
+    ask(6, steps=5, denoising_end=0.3),
+    ask(7, steps=3, denoising_end=0.55, negative_prompt="a zebra", aesthetic_score=2.0),
+    ask(8, steps=4, denoising_end=0.99, guidance_scale=1.0),
+    ask(9, steps=6, guidance_interval=(0.5, 5.0)),
+]
+
+
+@pytest.fixture(scope="module")
+def refining(tmp_path_factory):
+    """Programs of a checkpoint with a refiner, and of the same checkpoint alone."""
+    (case,) = (case for case in cases.CASES if case.name == "refined")
+    root, refiner = (checkpoints.write(one, tmp_path_factory.mktemp(one.name)) for one in (case, case.refiner))
+    return load(root, jax.devices()[:1], refiner=refiner), load(root, jax.devices()[:1])
+
+
+def test_a_refined_picture_is_the_same_beside_neighbours_that_are_handed_over_elsewhere(refining):
+    programs, alone = refining
+    found = draw_all(programs, REFINED)
+    assert len({*found, *draw_all(alone, REFINED)}) == 2 * len(REFINED)
+    assert draw_all(programs, REFINED[::-1]) == found[::-1]
+    assert [draw_all(programs, [request])[0] for request in REFINED] == found
+
+
+def test_fresh_noise_is_each_evaluations_own_in_both_stages(refining):
+    programs, _ = refining
+    inputs, _ = programs.prepare(REFINED)
+    begun, ended = inputs.num_evaluations.tolist(), inputs.refiner.num_evaluations.tolist()
+    assert list(zip(begun, ended, strict=True)) == [(4, 1), (1, 4), (2, 1), (4, 0), (5, 1)]
+    assert inputs.refiner.first_evaluation.tolist() == begun
+
+
+def test_without_a_refiner_there_is_none_in_the_program(programs, refining):
+    inputs, _ = programs.prepare(REQUESTS)
+    assert programs._model.networks.refiner is inputs.refiner is sdxl.Loop.of(inputs).refiner is None
+    assert refining[0]._model.networks.refiner.text_encoder is None
 
 
 # Scheduler, its options, eta.

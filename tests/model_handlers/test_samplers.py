@@ -15,7 +15,13 @@ EULER, DPM, UNIPC = "EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "Un
 
 
 def read(name, **options):
-    return samplers.read(name, cases.scheduler(**{"clip_sample": False, **options}), "scheduler_config.json")
+    usual = {"clip_sample": False, "skip_prk_steps": True}
+    return samplers.read(name, cases.scheduler(**{**usual, **options}), "scheduler_config.json")
+
+
+def evaluations(name, count):
+    """Of Heun two a step but for the last, of PNDM two for the first."""
+    return {"HeunDiscreteScheduler": 2 * count - 1, "PNDMScheduler": count + (count > 1)}.get(name, count)
 
 
 @pytest.mark.parametrize("name", sampling.SAMPLINGS)
@@ -30,35 +36,41 @@ def test_loops_end_where_diffusers_does(name):
 LINEAR = {"beta_start": 0.0001, "beta_end": 0.02, "beta_schedule": "linear"}
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 OLDER = {**LINEAR, "num_train_timesteps": 1100}
+FROM_001 = {**LINEAR, "beta_start": 0.01, "clip_sample": False}
 TO_SIGMA_MIN = {**LINEAR, "solver_order": 2, "lower_order_final": False, "final_sigmas_type": "sigma_min"}
 V, KARRAS = {"prediction_type": "v_prediction"}, {"use_karras_sigmas": True}
 
 
 @pytest.mark.parametrize(
-    ("name", "steps", "options", "mean"),
+    ("name", "steps", "options", "total", "mean"),
     [
-        (EULER, 10, OLDER, 0.0131),
-        (EULER, 10, {**OLDER, **KARRAS}, 0.16213932633399963),
-        ("HeunDiscreteScheduler", 10, OLDER, 0.0002),
-        ("DDIMScheduler", 10, {**LINEAR, "clip_sample": False}, 0.223967),
-        ("DDIMScheduler", 10, {**LINEAR, **V, "clip_sample": False}, 0.0684),
-        ("DDIMScheduler", 10, {**LINEAR, "beta_start": 0.01, "clip_sample": False}, 0.1951),
-        ("DDIMScheduler", 10, {**LINEAR, "beta_start": 0.01, "clip_sample": False, "set_alpha_to_one": False}, 0.1941),
-        (DPM, 10, TO_SIGMA_MIN, 0.3301),
-        (DPM, 10, {**TO_SIGMA_MIN, **V}, 0.2251),
-        (DPM, 10, {**TO_SIGMA_MIN, **V, **KARRAS}, 0.2096),
-        (DPM, 10, {**TO_SIGMA_MIN, **V, "use_lu_lambdas": True}, 0.1554),
-        (UNIPC, 10, {**LINEAR, "final_sigmas_type": "sigma_min"}, 0.2464),
-        (UNIPC, 10, {**LINEAR, **KARRAS, "final_sigmas_type": "sigma_min"}, 0.2925),
-        (UNIPC, 10, {**LINEAR, **V, "final_sigmas_type": "sigma_min"}, 0.1014),
-        (UNIPC, 10, {**LINEAR, **V, **KARRAS, "final_sigmas_type": "sigma_min"}, 0.1966),
-        ("LCMScheduler", 1, SCALED, 0.0244),
-        ("TCDScheduler", 1, SCALED, 0.0389),
-        ("TCDScheduler", 10, SCALED, 0.2359),
+        (EULER, 10, OLDER, 10.0807, 0.0131),
+        (EULER, 10, {**OLDER, **KARRAS}, 124.52299499511719, 0.16213932633399963),
+        ("HeunDiscreteScheduler", 10, OLDER, 0.1233, 0.0002),
+        ("DDIMScheduler", 10, {**LINEAR, "clip_sample": False}, 172.0067, 0.223967),
+        ("DDIMScheduler", 10, {**LINEAR, **V, "clip_sample": False}, 52.5302, 0.0684),
+        ("DDIMScheduler", 10, {**FROM_001, "set_alpha_to_one": True}, 149.8295, 0.1951),
+        ("DDIMScheduler", 10, {**FROM_001, "set_alpha_to_one": False}, 149.0784, 0.1941),
+        (DPM, 10, TO_SIGMA_MIN, None, 0.3301),
+        (DPM, 10, {**TO_SIGMA_MIN, **V}, None, 0.2251),
+        (DPM, 10, {**TO_SIGMA_MIN, **V, **KARRAS}, None, 0.2096),
+        (DPM, 10, {**TO_SIGMA_MIN, **V, "use_lu_lambdas": True}, None, 0.1554),
+        (UNIPC, 10, {**LINEAR, "final_sigmas_type": "sigma_min"}, None, 0.2464),
+        (UNIPC, 10, {**LINEAR, **KARRAS, "final_sigmas_type": "sigma_min"}, None, 0.2925),
+        (UNIPC, 10, {**LINEAR, **V, "final_sigmas_type": "sigma_min"}, None, 0.1014),
+        (UNIPC, 10, {**LINEAR, **V, **KARRAS, "final_sigmas_type": "sigma_min"}, None, 0.1966),
+        ("LCMScheduler", 1, SCALED, 18.7097, 0.0244),
+        ("TCDScheduler", 1, SCALED, 29.8715, 0.0389),
+        ("TCDScheduler", 10, SCALED, 181.2040, 0.2359),
     ],
 )
-def test_the_loop_sums_of_diffusers_own_scheduler_tests(name, steps, options, mean):
-    """Those of its deterministic loops, with its tolerance; for Euler and Heun they step on from scaled latents."""
+def test_the_loop_sums_of_diffusers_own_scheduler_tests(name, steps, options, total, mean):
+    """Those of its deterministic loops (tests/schedulers), with its tolerances; some publish the mean alone.
+
+    For Euler and Heun they step on from scaled latents. The others need torch's generator (Euler ancestral, the SDE
+    forms, LCM of several steps, loops that begin with added noise) or options that latents do not have: clip_sample,
+    and PNDM's Runge-Kutta steps.
+    """
     table = samplers.tables(samplers.read(name, options, name), Steps(steps))
     slots = np.zeros((samplers.SLOTS, 4 * 3 * 8 * 8))
     slots[0] = np.arange(slots.shape[1]) / slots.shape[1] * table.init_noise_sigma
@@ -66,6 +78,7 @@ def test_the_loop_sums_of_diffusers_own_scheduler_tests(name, steps, options, me
         slots[0] *= scale
         slots = update @ [*slots, slots[0] * timestep / (timestep + 1), np.zeros(slots.shape[1])]
     assert np.abs(slots[0]).mean() == pytest.approx(mean, abs=1e-3)
+    assert total is None or np.abs(slots[0]).sum() == pytest.approx(total, abs=1e-2)
 
 
 @pytest.mark.parametrize("spacing", cases.SPACINGS)
@@ -77,7 +90,7 @@ def test_every_number_of_steps_has_a_table(name, spacing):
     for count in (*range(1, 61), 61, 100, 333, 500, 501, 997):
         if count <= most:
             table = samplers.tables(config, Steps(count))
-            assert len(table) == (2 * count - 1 if name == "HeunDiscreteScheduler" else count)
+            assert len(table) == evaluations(name, count)
             # "trailing" rounds, so near 1000 steps two of them may fall on one timestep.
             assert (np.diff(table.timesteps) <= 0).all()
             assert (np.diff(table.sigmas) <= 0).all()
@@ -95,8 +108,8 @@ def test_a_perfect_network_leads_to_the_picture(name):
         alpha = 1 / np.hypot(1, table.sigmas[i])
         noise = (slots[0] * table.input_scale[i] - alpha * picture) / (alpha * table.sigmas[i])
         slots = update @ [*slots, noise, 0.7]
-    # DDIM and TCD may end at timestep 0, which has a little noise; LCM mixes in a little of what it began with.
-    nearly = name in ("DDIMScheduler", "TCDScheduler", "LCMScheduler")
+    # Those of whole timesteps may end at 0, which has a little noise; LCM mixes in a little of what it began with.
+    nearly = name in ("DDIMScheduler", "PNDMScheduler", "TCDScheduler", "LCMScheduler")
     assert slots[0] == pytest.approx(picture, abs=0.1 if nearly else 1e-9)
 
 
@@ -119,7 +132,7 @@ def test_only_stochastic_samplers_ask_for_noise():
     assert asks(DPM, algorithm_type="sde-dpmsolver++") == until_the_last
     assert asks("TCDScheduler", 0.3) == until_the_last
     assert any(asks("DDIMScheduler", 1.0))
-    for name in (EULER, "HeunDiscreteScheduler", DPM, UNIPC, "DDIMScheduler", "TCDScheduler"):
+    for name in (EULER, "HeunDiscreteScheduler", DPM, UNIPC, "DDIMScheduler", "PNDMScheduler", "TCDScheduler"):
         assert not any(asks(name))
 
 
@@ -139,6 +152,8 @@ def test_only_stochastic_samplers_ask_for_noise():
         ("DDIMScheduler", "clip_sample", True),
         ("DDIMScheduler", "thresholding", True),
         ("LCMScheduler", "clip_sample", True),
+        ("PNDMScheduler", "skip_prk_steps", False),
+        ("PNDMScheduler", "prediction_type", "sample"),
         ("TCDScheduler", "thresholding", True),
         (DPM, "thresholding", True),
         (DPM, "variance_type", "learned_range"),
@@ -164,9 +179,9 @@ def test_two_ways_to_choose_noise_levels_exclude_each_other():
 
 def test_an_unknown_scheduler_is_an_error_that_lists_the_known():
     with pytest.raises(
-        ConfigError, match=r"scheduler PNDMScheduler is not supported; --scheduler takes DDIMScheduler, "
+        ConfigError, match=r"scheduler LMSDiscreteScheduler is not supported; --scheduler takes DDIMScheduler, "
     ):
-        read("PNDMScheduler")
+        read("LMSDiscreteScheduler")
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -175,7 +190,7 @@ def test_a_choice_that_the_sampler_does_not_have_is_an_error_that_names_it(name)
     for field, value in given.items():
         steps = Steps(2, **{field: value})
         if field in SAMPLERS[name].takes:
-            assert len(samplers.tables(read(name), steps)) in (2, 3)
+            assert len(samplers.tables(read(name), steps)) == evaluations(name, 2)
         else:
             with pytest.raises(ConfigError, match=rf"^{name} does not take {field}, only \w+"):
                 samplers.tables(read(name), steps)
@@ -197,6 +212,12 @@ def test_custom_sigmas_must_fall(sigmas):
 def test_custom_timesteps_and_chosen_noise_levels_exclude_each_other(name):
     with pytest.raises(ConfigError, match="cannot be chosen together with use_karras_sigmas"):
         samplers.tables(read(name, use_karras_sigmas=True), Steps(2, timesteps=(900.0, 500.0)))
+
+
+def test_pndm_does_not_go_on_where_another_model_stopped():
+    assert len(samplers.tables_until(read("PNDMScheduler"), Steps(10), 0.8)) == 9
+    with pytest.raises(ConfigError, match="PNDMScheduler cannot go on where another model stopped"):
+        samplers.tables_from(read("PNDMScheduler"), Steps(10), 0.8)
 
 
 def test_options_divide_by_zero_loudly():
@@ -224,11 +245,11 @@ def test_another_class_reads_a_file_as_from_config_does():
 
 def test_every_class_has_the_defaults_of_diffusers():
     def defaults(name):
-        config = samplers.read(name, {"clip_sample": False}, "")
+        config = samplers.read(name, {"clip_sample": False, "skip_prk_steps": True}, "")
         return config.beta_start, config.beta_end, config.beta_schedule, config.timestep_spacing
 
     pixels, latents = (0.0001, 0.02, "linear"), (0.00085, 0.012, "scaled_linear", "leading")
-    assert defaults("DDIMScheduler") == (*pixels, "leading")
+    assert defaults("DDIMScheduler") == defaults("PNDMScheduler") == (*pixels, "leading")
     assert defaults("HeunDiscreteScheduler") == (0.00085, 0.012, "linear", "linspace")
     assert defaults("LCMScheduler") == defaults("TCDScheduler") == latents
     for name in (EULER, "EulerAncestralDiscreteScheduler", DPM, UNIPC):

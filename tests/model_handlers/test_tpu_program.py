@@ -13,20 +13,25 @@ from tests.topologies import needs_libtpu
 
 pytestmark = needs_libtpu
 
-TOPOLOGY, SIDE, BATCH = "v5e:2x2", 64, 1
+TOPOLOGY, SIDE, BATCH = "v5e:2x2", 64, 2
 COLLECTIVES = r"\b(?:all-gather|all-reduce|all-to-all|collective-permute|collective-broadcast|reduce-scatter)\b"
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    """The program, traced and compiled, with the mesh that it is for; half a minute of one core."""
+    """The program, traced and compiled, with the mesh that it is for; half a minute of one core.
+
+    As SDXL's, whose feature maps are larger, it takes one picture at a time on each chip.
+    """
     devices_mesh = mesh.make_mesh(topologies.devices_of(TOPOLOGY))
     root = fetch.checkpoint_folder(fetch.EMBEDDED)
     model = StableDiffusion.outline(root, dtype="bfloat16", place=mesh.of_weights(devices_mesh))
     square = (SIDE, SIDE)
     request = ImageRequest("", 0, "", None, 0, SIDE, SIDE, 20, 5.0, square, (0, 0), square)
     inputs, _ = model.prepare([request] * BATCH * devices_mesh.size)
-    traced = program.trace(nnx.split(model.networks), inputs, devices_mesh, *square)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "ROOM", 1)
+        traced = program.trace(nnx.split(model.networks), inputs, devices_mesh, *square)
     lowered = traced.lower()
     return traced, lowered, lowered.compile(program.compiler_options(devices_mesh)), devices_mesh
 

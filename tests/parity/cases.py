@@ -49,11 +49,11 @@ class Picture:
 class Case:
     """A checkpoint, by the arguments of the reference's classes, and pictures of one size to make with it.
 
-    Without a second text encoder it is Stable Diffusion 1 or 2, else XL.
+    Without a second text encoder it is Stable Diffusion 1 or 2, else XL; without a first one it is a refiner.
     """
 
     name: str
-    text_encoder: Settings
+    text_encoder: Settings | None
     text_encoder_2: Settings | None
     unet: Settings
     vae: Settings
@@ -63,6 +63,8 @@ class Case:
     width: int
     pictures: tuple[Picture, ...]
     prompt_windows: int = 1
+    sampler: str = "EulerDiscreteScheduler"
+    refiner: "Case | None" = None  # which only ends what this one begins, so its pictures do not count
 
     @property
     def scale(self) -> int:
@@ -331,11 +333,13 @@ CASES: tuple[Case, ...] = (
             norm_num_groups=32,
         ),
         vae([16, 32, 32], layers_per_block=2, norm_num_groups=16, scaling_factor=0.18215),
-        scheduler(steps_offset=0),  # which diffusers, and so the checkpoint that it saves, corrects to 1
+        # The offset is one that diffusers, and so the checkpoint that it saves, corrects to 1.
+        scheduler(steps_offset=0, skip_prk_steps=True),
         force_zeros_for_empty_prompt=False,
         height=48,
         width=32,
         pictures=PICTURES_OF_TEXT,
+        sampler="PNDMScheduler",
     ),
     Case(
         "as_sd_2_base",
@@ -420,8 +424,46 @@ CASES += (
         ),
     ),
 )
+CENTRED = next(case for case in CASES if case.name == "centred_latents")
+REFINER = Case(
+    "refiner",
+    None,
+    text_encoder(48, 3, 6, "gelu", END_OF_TEXT, 24),
+    {
+        **unet(
+            [32, 48],
+            [False, True],
+            text_width=48,
+            pooled_width=24,
+            transformer_layers_per_block=[1, 2],
+            attention_head_dim=[2, 3],
+            layers_per_block=1,
+            norm_num_groups=16,
+            use_linear_projection=True,
+        ),
+        "projection_class_embeddings_input_dim": 24 + (TIME_IDS - 1) * 8,  # one score in place of a size
+    },
+    {**CENTRED.vae, "block_out_channels": [16, 16]},
+    scheduler(),
+    force_zeros_for_empty_prompt=False,
+    height=CENTRED.height,
+    width=CENTRED.width,
+    pictures=(),
+)
+REFINED = (
+    Picture(SCENE, None, 5.0, 10),
+    Picture(SCENE, "a zebra", 7.5, 10, crops_coords_top_left=(16, 32), settings={"denoising_end": 0.55}),
+    Picture(SCENE, "a zebra", 1.0, 5, settings={"denoising_end": 0.3, "aesthetic_score": 2.0, "clip_skip": 1}),
+    Picture(SCENE, "", 5.0, 7, settings={"negative_aesthetic_score": 9.0, "prompt_2": "a star", **NEGATIVE_SIZES}),
+    Picture("", None, 5.0, 4, settings={"denoising_end": 0.99, "guidance_rescale": 0.7}),  # leaves no step to refine
+)
+DPM = {"sampler": "DPMSolverMultistepScheduler", "scheduler": scheduler(use_karras_sigmas=True)}
+CASES += (
+    replace(CENTRED, name="refined", pictures=REFINED, refiner=REFINER),
+    replace(CENTRED, name="refined_by_dpm", pictures=REFINED, refiner=replace(REFINER, **DPM), **DPM),
+)
 # The cases of which reference outputs are committed.
-GOLDEN = ("uneven_depth", "odd_sides", "as_sd_1", "conditioning", "long_prompts")
+GOLDEN = ("uneven_depth", "odd_sides", "as_sd_1", "conditioning", "long_prompts", "refined")
 
 # Published config.json files of stabilityai/stable-diffusion-xl-base-1.0, as far as parameters depend on them.
 SDXL_BASE = {

@@ -41,41 +41,52 @@ def compared(case: Case) -> list[str]:
     return [what for what in LIMITS if case.text_encoder_2 or "pooled" not in what]
 
 
-def outputs(root: Path, case: Case, adapters: Sequence[Adapter] = ()) -> dict[str, np.ndarray]:
-    """Everything in `compared`, channels last."""
+def outputs(
+    root: Path, case: Case, adapters: Sequence[Adapter] = (), refiner: Path | None = None
+) -> dict[str, np.ndarray]:
+    """Everything in `compared`, channels last; `refiner` is the checkpoint of the case's."""
     model = StableDiffusion.load(
         root,
-        scheduler="EulerDiscreteScheduler",
+        scheduler=case.sampler,
         prompt_windows=case.prompt_windows,
         dtype="float32",
         adapters=adapters,
+        refiner=refiner,
     )
     given = {name: value.transpose(0, 2, 3, 1) if value.ndim == 4 else value for name, value in case.inputs.items()}
     return _networks(model, given) | _pictures(model, case, given["noise"])
 
 
-def tables(how: Sampling, count: int) -> Tables:
+def tables(how: Sampling, count: int) -> list[Tables]:
+    """Of each stage."""
     config = samplers.read(how.scheduler, how.options, how.scheduler)
     eta = how.eta if "eta" in samplers.SAMPLERS[how.scheduler].takes else 0.0
-    return samplers.tables(config, Steps(count, how.timesteps, how.sigmas, eta))
+    steps = Steps(count, how.timesteps, how.sigmas, eta)
+    if how.denoising_end is None:
+        return [samplers.tables(config, steps)]
+    return [make(config, steps, how.denoising_end) for make in (samplers.tables_until, samplers.tables_from)]
 
 
 def sample(how: Sampling, count: int) -> Trajectory:
     """What `denoise` does, one evaluation after the other."""
-    table, trajectory = tables(how, count), Trajectory()
-    slots = np.zeros((1, samplers.SLOTS, *sampling.SHAPE), np.float32)
-    slots[:, 0] = sampling.initial_noise() * np.float32(table.init_noise_sigma)
-    for i in range(len(table)):
-        output = trajectory.see(table.timesteps[i], slots[0, 0] * np.float32(table.input_scale[i]), how.kind)
-        update = table.updates[i].astype(np.float32)
-        slots = np.asarray(_advance(slots, update[None], output[None], sampling.fresh_noise(i)[None]))
-    trajectory.final = slots[0, 0]
+    stages, trajectory = tables(how, count), Trajectory()
+    latents = sampling.initial_noise() * np.float32(stages[0].init_noise_sigma)
+    for table in stages:
+        slots = np.zeros((1, samplers.SLOTS, *sampling.SHAPE), np.float32)
+        slots[:, 0] = latents
+        for i in range(len(table)):
+            noise = sampling.fresh_noise(len(trajectory.inputs))
+            output = trajectory.see(table.timesteps[i], slots[0, 0] * np.float32(table.input_scale[i]), how.kind)
+            update = table.updates[i].astype(np.float32)
+            slots = np.asarray(_advance(slots, update[None], output[None], noise[None]))
+        latents = slots[0, 0]
+    trajectory.final = latents
     return trajectory
 
 
 def sampler_limits(how: Sampling, count: int) -> dict[str, float]:
     """SAMPLER_LIMITS, or the reference's own rounding of latents that start from more noise than SDXL's, up to 4096."""
-    rounding = 4 * 2.0**-24 * tables(how, count).init_noise_sigma
+    rounding = 4 * 2.0**-24 * tables(how, count)[0].init_noise_sigma
     return {name: max(limit, rounding) for name, limit in SAMPLER_LIMITS.items()}
 
 
@@ -120,16 +131,17 @@ def _pictures(model: StableDiffusion, case: Case, noise: np.ndarray) -> dict[str
     requests = [_request(case, i) for i in range(len(case.pictures))]
     batches: dict[tuple[int, int], list[int]] = {}
     for i, request in enumerate(requests):
-        batches.setdefault(sampled.guided(request, model.configs.scheduler), []).append(i)
+        batches.setdefault(sampled.guided(request, model.sampler), []).append(i)
 
     def run(networks, inputs, noise, loop):
         kept = {}
 
         def embed_guidance(networks, inputs):
             text, pooled = original_embed_guidance(networks, inputs)
-            kept.update(text=text[0], negative_text=text[1])
-            if pooled is not None:
-                kept.update(pooled=pooled[0], negative_pooled=pooled[1])
+            if not kept:  # the second stage's are seen in the image
+                kept.update(text=text[0], negative_text=text[1])
+                if pooled is not None:
+                    kept.update(pooled=pooled[0], negative_pooled=pooled[1])
             return text, pooled
 
         def decode(networks, latents):

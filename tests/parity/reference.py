@@ -16,6 +16,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import diffusers
@@ -25,8 +26,8 @@ import transformers
 from diffusers import (
     AutoencoderKL,
     DiffusionPipeline,
-    EulerDiscreteScheduler,
     StableDiffusionPipeline,
+    StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
@@ -49,6 +50,8 @@ NETWORKS = {
 }
 TEXT_SETTINGS = ("prompt_2", "negative_prompt_2", "clip_skip")
 SCHEDULES = ("timesteps", "sigmas")
+SIZES = ("original_size", "crops_coords_top_left", "target_size")
+SCORES = ("aesthetic_score", "negative_aesthetic_score")
 
 
 def build(case: Case) -> DiffusionPipeline:
@@ -64,8 +67,19 @@ def build(case: Case) -> DiffusionPipeline:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizers(Path(folder), VOCABULARY)
         tokenizers = {name: CLIPTokenizer.from_pretrained(f"{folder}/{name}") for name in ("tokenizer", "tokenizer_2")}
-    scheduler = EulerDiscreteScheduler(**case.scheduler)
-    if case.text_encoder_2:
+    scheduler = getattr(diffusers, case.sampler)(**case.scheduler)
+    if case.text_encoder is None:
+        pipeline = StableDiffusionXLImg2ImgPipeline(
+            **networks,
+            text_encoder=None,
+            tokenizer=None,
+            tokenizer_2=tokenizers["tokenizer_2"],
+            scheduler=scheduler,
+            requires_aesthetics_score=True,
+            force_zeros_for_empty_prompt=case.force_zeros_for_empty_prompt,
+            add_watermarker=False,
+        )
+    elif case.text_encoder_2:
         pipeline = StableDiffusionXLPipeline(
             **networks,
             **tokenizers,
@@ -87,7 +101,7 @@ def build(case: Case) -> DiffusionPipeline:
 
 
 @torch.no_grad()
-def outputs(pipeline: DiffusionPipeline, case: Case) -> dict[str, np.ndarray]:
+def outputs(pipeline: DiffusionPipeline, case: Case, refiner: DiffusionPipeline | None = None) -> dict[str, np.ndarray]:
     given = {name: torch.from_numpy(value) for name, value in case.inputs.items()}
     results: dict[str, list] = {}
 
@@ -113,7 +127,10 @@ def outputs(pipeline: DiffusionPipeline, case: Case) -> dict[str, np.ndarray]:
         for picture, noise in zip(case.pictures, given["noise"], strict=True):
             embedded = embed(pipeline, case, picture)
             keep(**embedded)
-            image = draw(pipeline, case, picture, noise)
+            if refiner:
+                image = draw_refined(pipeline, refiner, case, picture, noise)
+            else:
+                image = draw(pipeline, case, picture, noise)
             keep(image=torch.from_numpy(image.transpose(0, 3, 1, 2)))
             rounded = np.asarray(VaeImageProcessor.numpy_to_pil(image)[0])
             results.setdefault("rounded", []).append(rounded)
@@ -211,15 +228,42 @@ def draw(pipeline: DiffusionPipeline, case: Case, picture: Picture, noise: torch
         return _draw(pipeline, case, picture, noise, guidance_scale=first_scale, **settings)
 
 
-def _draw(pipeline: DiffusionPipeline, case: Case, picture: Picture, noise: torch.Tensor, **settings) -> np.ndarray:
-    sizes = ("original_size", "crops_coords_top_left", "target_size") if case.text_encoder_2 else ()
+def draw_refined(
+    pipeline: DiffusionPipeline, refiner: DiffusionPipeline, case: Case, picture: Picture, noise: torch.Tensor
+) -> np.ndarray:
+    """As the documentation of diffusers joins base and refiner, an ensemble of experts."""
+    settings = {"prompt": picture.prompt, "negative_prompt": picture.negative_prompt, **picture.settings}
+    share = settings.pop("denoising_end", 0.8)
+    scores = {name: settings.pop(name) for name in SCORES if name in settings}
+    settings["guidance_scale"] = picture.guidance_scale
+    latents = _draw(pipeline, case, picture, noise, output_type="latent", denoising_end=share, **settings)
+    return refiner(
+        image=latents,
+        num_inference_steps=picture.num_inference_steps,
+        denoising_start=share,
+        **{name: getattr(picture, name) for name in SIZES},
+        output_type="np",
+        **scores,
+        **settings,
+    ).images
+
+
+def _draw(
+    pipeline: DiffusionPipeline,
+    case: Case,
+    picture: Picture,
+    noise: torch.Tensor,
+    output_type: str = "np",
+    **settings,
+) -> np.ndarray:
+    sizes = SIZES if case.text_encoder_2 else ()
     return pipeline(
         height=case.height,
         width=case.width,
         num_inference_steps=picture.num_inference_steps,
         latents=noise[None],
         **{name: getattr(picture, name) for name in sizes},
-        output_type="np",
+        output_type=output_type,
         **settings,
     ).images
 
@@ -236,11 +280,7 @@ def write_single_file(pipeline: DiffusionPipeline, case: Case, folder: Path) -> 
 
 def sample(how: Sampling, count: int) -> Trajectory:
     """A loop as in the pipeline, with our own noise wherever the scheduler asks for some."""
-    scheduler = getattr(diffusers, how.scheduler).from_config(how.options)
-    custom = {name: list(getattr(how, name)) for name in ("timesteps", "sigmas") if getattr(how, name)}
-    scheduler.set_timesteps(**(custom or {"num_inference_steps": count}))
-    if hasattr(scheduler, "set_begin_index"):
-        scheduler.set_begin_index(0)
+    (scheduler, timesteps), *others = stages(how, count)
     takes_eta = "eta" in inspect.signature(scheduler.step).parameters
     trajectory = Trajectory()
 
@@ -249,12 +289,35 @@ def sample(how: Sampling, count: int) -> Trajectory:
 
     latents = torch.from_numpy(sampling.initial_noise())[None] * scheduler.init_noise_sigma
     with mock.patch.object(sys.modules[type(scheduler).__module__], "randn_tensor", noise, create=True):
-        for timestep in scheduler.timesteps:
-            scaled = scheduler.scale_model_input(latents, timestep).numpy()[0]
-            output = torch.from_numpy(trajectory.see(timestep, scaled, how.kind))[None]
-            latents = scheduler.step(output, timestep, latents, **({"eta": how.eta} if takes_eta else {})).prev_sample
+        for stage, its_timesteps in ((scheduler, timesteps), *others):
+            for timestep in its_timesteps:
+                scaled = stage.scale_model_input(latents, timestep).numpy()[0]
+                output = torch.from_numpy(trajectory.see(timestep, scaled, how.kind))[None]
+                latents = stage.step(output, timestep, latents, **({"eta": how.eta} if takes_eta else {})).prev_sample
     trajectory.final = latents.numpy()[0]
     return trajectory
+
+
+def stages(how: Sampling, count: int) -> list[tuple[diffusers.SchedulerMixin, torch.Tensor]]:
+    """The scheduler of each stage and the timesteps that it goes through, cut as the two pipelines of XL cut them."""
+
+    def make() -> diffusers.SchedulerMixin:
+        scheduler = getattr(diffusers, how.scheduler).from_config(how.options)
+        custom = {name: list(getattr(how, name)) for name in ("timesteps", "sigmas") if getattr(how, name)}
+        scheduler.set_timesteps(**(custom or {"num_inference_steps": count}))
+        if hasattr(scheduler, "set_begin_index"):
+            scheduler.set_begin_index(0)
+        return scheduler
+
+    first = make()
+    if how.denoising_end is None:
+        return [(first, first.timesteps)]
+    cutoff = round(1000 - how.denoising_end * 1000)
+    second = make()
+    left, _ = StableDiffusionXLImg2ImgPipeline.get_timesteps(
+        SimpleNamespace(scheduler=second), 0, 0, "cpu", how.denoising_end
+    )
+    return [(first, first.timesteps[first.timesteps >= cutoff]), (second, left)]
 
 
 def samples() -> dict[str, np.ndarray]:
@@ -294,9 +357,11 @@ def main() -> None:
     if arguments.output:
         arguments.output.mkdir(parents=True, exist_ok=True)
         for case in cases.CASES:
-            pipeline = build(case)
+            pipeline, refiner = build(case), case.refiner and build(case.refiner)
             pipeline.save_pretrained(arguments.output / case.name)
-            np.savez(arguments.output / f"{case.name}.npz", **outputs(pipeline, case))
+            if refiner:
+                refiner.save_pretrained(arguments.output / f"{case.name}_refiner")
+            np.savez(arguments.output / f"{case.name}.npz", **outputs(pipeline, case, refiner))
             if case.name in cases.SINGLE_FILES:
                 write_single_file(pipeline, case, arguments.output / case.name)
         unchanged = StableDiffusionXLPipeline.from_pretrained(cases.EMBEDDED, torch_dtype=torch.float32)
@@ -313,7 +378,7 @@ def main() -> None:
         golden = {}
         for case in cases.CASES:
             if case.name in cases.GOLDEN:
-                made = outputs(build(case), case)
+                made = outputs(build(case), case, case.refiner and build(case.refiner))
                 golden |= {f"{case.name} {name}": cases.subsample(value) for name, value in made.items()}
         np.savez_compressed(arguments.golden / "golden.npz", **golden)
         (arguments.golden / "real_width.json").write_text(json.dumps(real_width(), indent=2) + "\n")

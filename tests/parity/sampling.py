@@ -28,6 +28,7 @@ class Sampling:
     timesteps: tuple[int, ...] = ()
     sigmas: tuple[float, ...] = ()
     eta: float = 0.0
+    denoising_end: float | None = None  # where a second scheduler of the same kind takes over
 
     @property
     def kind(self) -> str:
@@ -180,6 +181,20 @@ def _cases() -> dict[str, Sampling]:
             add(scheduler, kind, {"eta": etas[-1]}, prediction_type=kind)
         add(scheduler, "rescale_betas_zero_snr", {"eta": etas[-1]}, **zero_snr)
     add("LCMScheduler", "timestep_scaling 0.1", timestep_scaling=0.1)
+
+    skip = {"skip_prk_steps": True}
+    for spacing in cases.SPACINGS:
+        add("PNDMScheduler", spacing, timestep_spacing=spacing, **skip)
+    add("PNDMScheduler", "set_alpha_to_one", set_alpha_to_one=True, **skip)
+    add("PNDMScheduler", "v_prediction", prediction_type="v_prediction", **skip)
+    add("PNDMScheduler", "trained_betas", trained_betas=betas, **skip)
+
+    handover = {"denoising_end": 0.55}
+    for scheduler in ("EulerAncestralDiscreteScheduler", "EulerDiscreteScheduler", "HeunDiscreteScheduler"):
+        add(scheduler, "handover", handover)
+    for scheduler in (dpm, "UniPCMultistepScheduler"):
+        add(scheduler, "handover", handover, solver_order=3)
+    add("DDIMScheduler", "handover", {**handover, "eta": 0.5})
     return found
 
 

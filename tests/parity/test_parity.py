@@ -20,7 +20,8 @@ CASES = {case.name: case for case in (*cases.CASES, cases.embedded())}
 @functools.cache
 def both(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     root = cases.EMBEDDED if name == "embedded" else REFERENCE / name
-    return ours.outputs(root, CASES[name]), dict(np.load(REFERENCE / f"{name}.npz"))
+    refiner = REFERENCE / f"{name}_refiner" if CASES[name].refiner else None
+    return ours.outputs(root, CASES[name], refiner=refiner), dict(np.load(REFERENCE / f"{name}.npz"))
 
 
 @pytest.mark.parametrize(("name", "what"), [(name, what) for name in CASES for what in ours.compared(CASES[name])])

@@ -13,7 +13,7 @@ from model_handlers.samplers.ddim import LCMConfig
 from model_handlers.samplers.karras import HeunDiscreteConfig
 from tests.fakes import RECIPE, SAMPLER
 from transforms.records import PromptRecord, RecordError
-from transforms.requests import MAX_IMAGES_PER_PROMPT, expand
+from transforms.requests import MAX_IMAGES_PER_PROMPT, OF_REFINER, expand
 
 
 def record(prompt="a cat", id="1", **fields):
@@ -175,14 +175,35 @@ def test_a_schedule_of_its_own_says_how_many_steps_there_are():
 @pytest.mark.parametrize(
     ("sampler", "steps", "complaint"),
     [
-        (LCMConfig(), 51, "num_inference_steps=51 is not between 1 and 50"),
-        (HeunDiscreteConfig(), 501, "num_inference_steps=501 takes 1001 evaluations of the network with HeunDiscrete"),
+        ((LCMConfig(),), 51, "num_inference_steps=51 is not between 1 and 50"),
+        (
+            (HeunDiscreteConfig(),),
+            501,
+            "num_inference_steps=501 takes 1001 evaluations of the network with HeunDiscrete",
+        ),
     ],
 )
 def test_a_record_of_more_steps_than_its_sampler_has_is_refused_before_it_reaches_the_model(sampler, steps, complaint):
     assert expand(record(num_inference_steps=steps - 1), RECIPE, sampler)
     with pytest.raises(RecordError, match=complaint):
         expand(record(num_inference_steps=steps), RECIPE, sampler)
+
+
+@pytest.mark.parametrize("name", OF_REFINER)
+def test_a_setting_of_the_refiner_needs_one(name):
+    assert reason(**{name: 0.5}) == f"{name} is a setting of the refiner, and the run has none (--refiner)"
+
+
+def test_where_the_refiner_takes_over_is_the_records_own_and_in_its_digest():
+    recipe, sampler = dataclasses.replace(RECIPE, refiner="abc"), SAMPLER * 2
+    usual, early = (expand(record(**fields), recipe, sampler)[0] for fields in ({}, {"denoising_end": 0.5}))
+    assert (usual.settings.denoising_end, early.settings.denoising_end) == (0.8, 0.5)
+    assert len({usual.digest, early.digest, one().digest}) == 3
+    for value in (0.0, 1.0, -1.0):
+        with pytest.raises(RecordError, match=r"^denoising_end must be above 0 and below 1"):
+            expand(record(denoising_end=value), recipe, sampler)
+    with pytest.raises(RecordError, match=r"^negative_aesthetic_score must be from 0.0 to 10.0, not 11.0"):
+        expand(record(negative_aesthetic_score=11.0), recipe, sampler)
 
 
 def test_a_digest_does_not_change_with_who_asks():
