@@ -457,7 +457,7 @@ REFINED = (
     Picture(SCENE, "", 5.0, 7, settings={"negative_aesthetic_score": 9.0, "prompt_2": "a star", **NEGATIVE_SIZES}),
     Picture("", None, 5.0, 4, settings={"denoising_end": 0.99, "guidance_rescale": 0.7}),  # leaves no step to refine
 )
-DPM = {"sampler": "DPMSolverMultistepScheduler", "scheduler": scheduler(use_karras_sigmas=True)}
+DPM: Settings = {"sampler": "DPMSolverMultistepScheduler", "scheduler": scheduler(use_karras_sigmas=True)}
 CASES += (
     replace(CENTRED, name="refined", pictures=REFINED, refiner=REFINER),
     replace(CENTRED, name="refined_by_dpm", pictures=REFINED, refiner=replace(REFINER, **DPM), **DPM),
