@@ -150,14 +150,9 @@ def on_each_chip(function: Callable, *logical_axes: Sequence[str]) -> Callable:
     return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)
 
 
-def in_turns(function: Callable[..., jax.Array], size: int, *rows: Any) -> jax.Array:
-    """A function of arrays (B, ...) that treats each row by itself, on as many rows at a time as have room.
-
-    `size` is the number of elements of the largest array that the function makes of one row.
-    """
-    batch = len(jax.tree.leaves(rows)[0])
-    chips = ways("batch")
-    at_once = max(n for n in range(1, batch // chips + 1) if n == 1 or (batch // chips % n == 0 and n * size <= ROOM))
+def in_turns(function: Callable[..., jax.Array], at_once: int, *rows: Any) -> jax.Array:
+    """A function of arrays (B, ...) that treats each row by itself, on so many rows of every chip at a time."""
+    batch, chips = len(jax.tree.leaves(rows)[0]), ways("batch")
     if at_once * chips == batch:
         return function(*rows)
 
@@ -167,6 +162,15 @@ def in_turns(function: Callable[..., jax.Array], size: int, *rows: Any) -> jax.A
 
     made = jax.lax.map(lambda turn: function(*turn), jax.tree.map(by_turns, rows))
     return made.reshape(-1, chips, at_once, *made.shape[2:]).swapaxes(0, 1).reshape(batch, *made.shape[2:])
+
+
+def rows_with_room(batch: int, size: int) -> int:
+    """How many rows of every chip are best taken at a time, if the largest array made of one has `size` elements.
+
+    The most that have room and come out even, at least one.
+    """
+    share = batch // ways("batch")
+    return max(n for n in range(1, share + 1) if n == 1 or (share % n == 0 and n * size <= ROOM))
 
 
 def _spec(*logical_axes: str | None) -> PartitionSpec:

@@ -55,7 +55,7 @@ def test_rows_by_turns_are_the_rows(size, turns, monkeypatch):
 
     monkeypatch.setattr(mesh, "ROOM", 6)
     rows, others = jnp.arange(12.0).reshape(6, 2), {"a": jnp.arange(6)}
-    made = mesh.in_turns(function, size, rows, others)
+    made = mesh.in_turns(function, mesh.rows_with_room(6, size), rows, others)
     jax.effects_barrier()
     np.testing.assert_array_equal(made, rows * others["a"][:, None])
     assert seen == turns
