@@ -455,7 +455,7 @@ REFINED = (
     Picture(SCENE, "a zebra", 7.5, 10, crops_coords_top_left=(16, 32), settings={"denoising_end": 0.55}),
     Picture(SCENE, "a zebra", 1.0, 5, settings={"denoising_end": 0.3, "aesthetic_score": 2.0, "clip_skip": 1}),
     Picture(SCENE, "", 5.0, 7, settings={"negative_aesthetic_score": 9.0, "prompt_2": "a star", **NEGATIVE_SIZES}),
-    Picture("", None, 5.0, 4, settings={"denoising_end": 0.99, "guidance_rescale": 0.7}),  # leaves no step to refine
+    Picture("", None, 5.0, 4, settings={"denoising_end": 0.99, "guidance_rescale": 0.7}),  # leaves one step
 )
 DPM: Settings = {"sampler": "DPMSolverMultistepScheduler", "scheduler": scheduler(use_karras_sigmas=True)}
 CASES += (
