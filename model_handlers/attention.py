@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from model_handlers import mesh, tpu_attention
@@ -29,20 +30,23 @@ def attention(
     `mask` (B, S) says which keys there are. On TPU, heads that fill its lanes go through a kernel that keeps the scores
     on the chip: plain, they are most of what the UNet moves to memory and back.
     """
-    if not causal:
-        query = mesh.laid(query, "batch", "queries")
-        key, value = mesh.laid(key, "batch"), mesh.laid(value, "batch")
-        if mesh.on_tpu() and tpu_attention.fits(query, key, num_heads, mesh.ways("queries")):
-            kernel = partial(tpu_attention.attention, num_heads=num_heads)
-            axes = ("batch", "queries"), ("batch",), ("batch",), ("batch",)
-            return mesh.on_each_chip(kernel, *axes)(query, key, value, mask)
-
-    if not causal and (blocks := _blocks(query.shape[1], key.shape[1], num_heads)) > 1:
-        # As much memory as one block's scores; a VAE's at 1024 x 1024 pixels would take a gigabyte an image.
-        parts = query.reshape(len(query), blocks, -1, query.shape[-1]).swapaxes(0, 1)
-        mixed = jax.lax.map(lambda part: _plain(part, key, value, num_heads, mask), parts)
-        return mixed.swapaxes(0, 1).reshape(query.shape)
-    return _plain(query, key, value, num_heads, mask, causal)
+    if causal:
+        return _plain(query, key, value, num_heads, mask, causal)
+    query = mesh.laid(query, "batch", "queries")
+    key, value = mesh.laid(key, "batch"), mesh.laid(value, "batch")
+    chips = mesh.ways("queries")
+    if mesh.on_tpu() and tpu_attention.fits(query, key, num_heads, chips):
+        kernel = partial(tpu_attention.attention, num_heads=num_heads)
+        axes = ("batch", "queries"), ("batch",), ("batch",), ("batch",)
+        return mesh.on_each_chip(kernel, *axes)(query, key, value, mask)
+    if (blocks := _blocks(query.shape[1] // chips, key.shape[1], num_heads)) == 1:
+        return _plain(query, key, value, num_heads, mask)
+    # As much memory as one block's scores; a VAE's at 1024 x 1024 pixels would take a gigabyte an image. A block has
+    # some queries of every chip.
+    rows, _, channels = query.shape
+    parts = jnp.moveaxis(query.reshape(rows, chips, blocks, -1, channels), 2, 0).reshape(blocks, rows, -1, channels)
+    mixed = jax.lax.map(lambda part: _plain(part, key, value, num_heads, mask), parts)
+    return jnp.moveaxis(mixed.reshape(blocks, rows, chips, -1, channels), 0, 2).reshape(query.shape)
 
 
 def _plain(
