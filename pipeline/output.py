@@ -112,11 +112,14 @@ def _changes(output: str, ours: dict[str, Any]) -> list[str] | None:
     if FILE not in storage.list_files(output, ""):
         return None
     theirs = _load(output)
+    # An output that is older than a field was made as its default says.
+    fields = dataclasses.fields(Recipe)
+    defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
     return [
-        f"{name} was {theirs[part].get(name)!r} and is {values.get(name)!r}"
+        f"{name} was {before!r} and is {values.get(name)!r}"
         for part, values in ours.items()
         for name in {**values, **theirs[part]}
-        if theirs[part].get(name) != values.get(name)
+        if (before := theirs[part].get(name, defaults.get(name))) != values.get(name)
     ]
 
 

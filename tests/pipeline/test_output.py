@@ -25,6 +25,17 @@ def test_the_same_recipe_goes_on_and_another_is_refused_with_what_changed(tmp_pa
     assert (tmp_path / "out/recipe.json").read_bytes() == before
 
 
+def test_an_output_that_is_older_than_a_field_was_made_as_its_default_says(tmp_path):
+    output = str(tmp_path / "out")
+    open_output(output, RECIPE, FOLDER_OF_PNG)
+    content = json.loads((tmp_path / "out/recipe.json").read_text())
+    del content["recipe"]["lora"]
+    (tmp_path / "out/recipe.json").write_text(json.dumps(content))
+    assert open_output(output, RECIPE, FOLDER_OF_PNG).path == output
+    with pytest.raises(UsageError, match=r"lora was '\[\]' and is"):
+        open_output(output, dataclasses.replace(RECIPE, lora='[["ab", 1.0]]'), FOLDER_OF_PNG)
+
+
 @pytest.mark.parametrize(
     "output_format", [OutputFormat("parquet"), OutputFormat(image_format="jpeg"), OutputFormat("folder", "webp", 50)]
 )
