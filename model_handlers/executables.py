@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jaxlib
 import zstandard
+from jax.experimental.compilation_cache import compilation_cache
 from jaxlib._jax import DeviceList
 
 from model_handlers import fetch
@@ -49,6 +50,24 @@ def key_of(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh, options: Mappin
     if device.platform == "cpu":
         key["cpu"] = _instructions()
     return key
+
+
+def compile_anew(lowered: jax.stages.Lowered, options: dict[str, str | bool] | None) -> jax.stages.Compiled:
+    """Compiles what is to be saved, past JAX's compilation cache.
+
+    What is read from there for a CPU lacks functions once it is serialised again (jaxlib 0.10.2).
+    """
+    enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]  # named when JAX starts
+    try:
+        _use_cache(False)
+        return lowered.compile(options)
+    finally:
+        _use_cache(enabled)
+
+
+def _use_cache(enabled: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()  # else the answer of the first compilation holds
 
 
 def pack(compiled: jax.stages.Compiled, key: Key, about: str) -> dict[str, bytes]:

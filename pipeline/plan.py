@@ -180,7 +180,7 @@ def _estimate(
     lowered = _trace(outline, mesh, batch, request).lower()
     started = time.monotonic()
     try:
-        compiled = lowered.compile(program.compiler_options(mesh))
+        compiled = executables.compile_anew(lowered, program.compiler_options(mesh))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise UsageError(f"{_named(size)}, batch {batch}: the program does not compile: {error}") from error

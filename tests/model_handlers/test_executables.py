@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 import zstandard
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 
 from model_handlers import executables, mesh, program, topologies
 from model_handlers.attention import attention
@@ -42,9 +43,26 @@ def saved(tiny_checkpoint, tmp_path_factory):
     options = program.compiler_options(devices_mesh)
     lowered = lower(tiny_checkpoint, devices_mesh)
     key = executables.key_of(lowered, devices_mesh, options)
-    for name, data in executables.pack(lowered.compile(options), key, "a test").items():
+    for name, data in executables.pack(executables.compile_anew(lowered, options), key, "a test").items():
         (folder / name).write_bytes(data)
     return folder, key, jax.devices()[:1]
+
+
+def test_what_is_saved_is_compiled_past_jaxs_cache_which_goes_on_to_be_used(tmp_path):
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    square = jax.ShapeDtypeStruct((3, 3), jnp.float32)
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        executables.compile_anew(jax.jit(lambda x: x @ x).lower(square), None)
+        assert list(tmp_path.iterdir()) == []
+        jax.jit(lambda x: x @ x + 1).lower(square).compile()
+        assert list(tmp_path.iterdir()) != []
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture
