@@ -25,6 +25,7 @@ SMALL = 2**16
 # Elements of the largest feature map at a time: in bfloat16 an eighth of a TPU's vector memory, so that what a layer
 # reads and writes stays there.
 ROOM = 2**23
+SUBLANES = 8  # of a TPU's registers, along which its compiler lays a batch
 
 
 class MeshError(ValueError):

@@ -79,7 +79,8 @@ NarrowConv = partial(nnx.Conv, conv_general_dilated=narrow_convolution)
 def convolution(x: jax.Array, kernel: jax.Array, strides: Sequence[int], padding: Any, *args, **kwargs) -> jax.Array:
     """`jax.lax.conv_general_dilated`, on TPU by `convolution_by_lines` where that is faster; for `nnx.Conv`."""
     plain = kernel.shape[:2] == (3, 3) and padding == "SAME" and set(strides) == {1} and mesh.ways("height") == 1
-    if mesh.on_tpu() and plain and x.size // x.shape[-1] * kernel.shape[-1] <= MAX_SUMS * mesh.ways("batch"):
+    few = len(x) < mesh.SUBLANES * mesh.ways("batch")
+    if mesh.on_tpu() and plain and few and x.size // x.shape[-1] * kernel.shape[-1] <= MAX_SUMS * mesh.ways("batch"):
         return convolution_by_lines(x, kernel)
     return jax.lax.conv_general_dilated(x, kernel, strides, padding, *args, **kwargs)
 

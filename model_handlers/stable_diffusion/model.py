@@ -37,7 +37,6 @@ Tokenize = Callable[[Sequence[str]], list[Tokens]]
 Place = Callable[[str, Sequence[int]], jax.sharding.Sharding]
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 NETWORKS = (*TEXT_ENCODERS, "unet", "vae")
-SUBLANES = 8  # of a TPU's registers, along which its compiler lays a batch
 REFINER = "StableDiffusionXLImg2ImgPipeline"
 
 
@@ -336,8 +335,9 @@ def _rows_at_once(unet: UNet2DConditionModel, latents: jax.Array) -> int:
     One picture of SDXL's size fills it, and the feature maps of several do not fit into its vector memory. With eight
     they go to memory and back, but a convolution has its eight sublanes full, which is worth a little more.
     """
-    eights = len(latents) // mesh.ways("batch") % SUBLANES == 0
-    return SUBLANES if eights else mesh.rows_with_room(len(latents), unet.map_size(latents))
+    with_room = mesh.rows_with_room(len(latents), unet.map_size(latents))
+    eights = len(latents) // mesh.ways("batch") % mesh.SUBLANES == 0
+    return max(with_room, mesh.SUBLANES) if eights else with_room
 
 
 def rescaled(mixed: jax.Array, with_prompt: jax.Array, share: jax.Array) -> jax.Array:
