@@ -9,7 +9,7 @@ import functools
 import importlib.metadata
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +41,6 @@ log = logging.getLogger("lightmill")
 GIB = 2**30
 NOT_RUN = "These are estimates by a compiler on this machine: nothing was run on a TPU."
 Size = tuple[int, int]  # height and width in pixels
-Outline = Callable[[jax.sharding.Mesh], StableDiffusion]  # the model as shapes, which lie on a mesh
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,10 @@ def plan(options: PlanOptions) -> str:
             options, root, checkpoint="", device="tpu" if chip else "cpu", per_device_batch_size=1
         )
         prompts = _read(options, recipe, sampler) if options.input else _one_picture(recipe, sampler)
-        outline = functools.partial(_outline, root, recipe, TEXT_ENCODERS if options.offload_encoders else ())
+        model = _outline(root, recipe, mesh, TEXT_ENCODERS if options.offload_encoders else ())
+        floors = _floors(root, recipe, chip, prompts) if chip else {}
         estimates = [
-            _estimate(options, outline, mesh, chip, batch, prompts.demands[size], request)
+            _estimate(options, model, mesh, chip, batch, prompts.demands[size], request, floors.get(size, 0.0))
             for batch in sorted(set(options.per_device_batch_size))
             for size, request in prompts.examples.items()
         ]
@@ -118,7 +118,8 @@ def plan(options: PlanOptions) -> str:
     return "\n".join(_report(options, topology, mesh.size, chip, recipe, prompts, estimates))
 
 
-def _outline(root: Path, recipe: Recipe, on_host: Sequence[str], mesh: jax.sharding.Mesh) -> StableDiffusion:
+def _outline(root: Path, recipe: Recipe, mesh: jax.sharding.Mesh, on_host: Sequence[str] = ()) -> StableDiffusion:
+    """The model as shapes, which lie on a mesh."""
     place = meshes.of_weights(mesh, on_host)
     return family_of(root).outline(root, prompt_windows=recipe.prompt_windows, dtype=recipe.dtype, place=place)
 
@@ -168,16 +169,17 @@ def _steps(num_inference_steps, settings, sampler):
 
 def _estimate(
     options: PlanOptions,
-    outline: Outline,
+    model: StableDiffusion,
     mesh: jax.sharding.Mesh,
     chip: Chip | None,
     batch: int,
     demand: Demand,
     request: ImageRequest,
+    floor: float,
 ) -> Estimate:
     """Compiles the program for one batch a chip, saves it if asked to, and estimates what it takes."""
     size = request.height, request.width
-    lowered = _trace(outline, mesh, batch, request).lower()
+    lowered = _trace(model, mesh, batch, request).lower()
     started = time.monotonic()
     try:
         compiled = executables.compile_anew(lowered, program.compiler_options(mesh))
@@ -194,23 +196,23 @@ def _estimate(
     costs = Costs(compiled, chip)
     # A chip has its rows to itself, or shares them with others along context.
     image = (options.mesh.context / batch) * _of_one_image([costs(trips) for trips in _TRIPS], demand)
-    floor = _floor(outline, chip, demand, request)
     return Estimate(batch, size, "", _memory(compiled, chip), image, floor, costs.unknown_calls)
 
 
-def _trace(outline: Outline, mesh: jax.sharding.Mesh, batch: int, request: ImageRequest) -> jax.stages.Traced:
-    model = outline(mesh)
+def _trace(model: StableDiffusion, mesh: jax.sharding.Mesh, batch: int, request: ImageRequest) -> jax.stages.Traced:
     inputs, _ = model.prepare([request] * (batch * meshes.ways("batch", mesh)))
     return program.trace(nnx.split(model.networks), inputs, mesh, request.height, request.width)
 
 
-def _floor(outline: Outline, chip: Chip | None, demand: Demand, request: ImageRequest) -> float:
-    """The least seconds that an image can take on a chip."""
-    if not chip:
-        return 0.0
-    plain = _trace(outline, meshes.make_mesh(jax.devices("cpu")[:1]), 1, request).jaxpr
-    works = [Work(flops=matmul_flops(plain, trips)) for trips in _TRIPS]
-    return _of_one_image(works, demand).flops / chip.flops
+def _floors(root: Path, recipe: Recipe, chip: Chip, prompts: Prompts) -> dict[Size, float]:
+    """By size, the least seconds that an image can take on a chip, in whatever batch."""
+    plain = meshes.make_mesh(jax.devices("cpu")[:1])
+    model, floors = _outline(root, recipe, plain), {}
+    for size, request in prompts.examples.items():
+        traced = _trace(model, plain, 1, request).jaxpr
+        works = [Work(flops=matmul_flops(traced, trips)) for trips in _TRIPS]
+        floors[size] = _of_one_image(works, prompts.demands[size]).flops / chip.flops
+    return floors
 
 
 # The program is a loop over steps around a loop over the passes of guidance: how often they run, for the three terms of
